@@ -1,0 +1,322 @@
+"""The portable backward tile: delta, a kernel for dQ that walks keys, and one for dK/dV that walks rows; no atomics."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringflash.kernels import blocks, config, portable
+from ringflash.kernels.reference import LOG2E, Segment
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _load_lse(lse_ptr, rows, valid):
+    """lse in base 2, +inf for rows that saw nothing or do not exist: exp2(x - inf) = 0."""
+    lse = tl.load(lse_ptr + rows, mask=valid, other=float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
+
+
+@triton.jit
+def _dq_step(q_blk, dout_blk, k, k_at, v, v_at, n0, hi, begin, end, lse, delta, dq, scale, MASK: tl.constexpr,
+             BLOCK_K: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr, HEADDIM_V: tl.constexpr,
+             HEADDIM_V_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """One key block: dQ += dS K, dS = P * (dO V^T - delta)."""
+    k_blk = blocks.load_block(k, k_at, n0, hi, BLOCK_K, HEADDIM, HEADDIM_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM]
+    v_blk = blocks.load_block(v, v_at, n0, hi, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM_V]
+    x = tl.dot(q_blk, tl.trans(k_blk), input_precision=PRECISION) * scale  # [BLOCK_Q, BLOCK_K]
+    p = tl.math.exp2(x - lse[:, None])
+    ds = p * (tl.dot(dout_blk, tl.trans(v_blk), input_precision=PRECISION) - delta[:, None])
+    if MASK:
+        keys = n0 + tl.arange(0, BLOCK_K)
+        visible = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
+        ds = tl.where(visible, ds, 0.0)
+        seen = tl.max(visible.to(tl.int32), 0) > 0  # 0 * NaN is NaN
+        k_blk = tl.where(seen[:, None], k_blk, tl.zeros_like(k_blk))
+    return tl.dot(ds.to(k_blk.dtype), k_blk, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, ks, vs, k_strides, v_strides, begins, ends,
+               interval_strides, readys, waits, dq_ptr, sizes, scale,
+               SEGMENTS: tl.constexpr, WAIT: tl.constexpr, TMA: tl.constexpr, FENCE: tl.constexpr, ALIGN: tl.constexpr,
+               PRECISION: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_V: tl.constexpr, BLOCK_Q: tl.constexpr,
+               BLOCK_K: tl.constexpr, HEADDIM_PAD: tl.constexpr, HEADDIM_V_PAD: tl.constexpr):  # fmt: skip
+    seqlen_q, nheads_q, group = blocks.size32(sizes[0]), blocks.size32(sizes[1]), blocks.size32(sizes[2])
+    row_blocks = tl.cdiv(seqlen_q, BLOCK_Q)
+    block, head = blocks.schedule(tl.program_id(0), row_blocks, blocks.size32(sizes[3]), blocks.size32(sizes[4]))
+    b, h = (head // nheads_q).to(tl.int64), head % nheads_q
+    first = (row_blocks - 1 - block) * BLOCK_Q  # last rows first, as in forward
+    rows = first + tl.arange(0, BLOCK_Q)
+    valid = rows < seqlen_q
+
+    q_at = blocks.slice_at(q_strides, b, h, ALIGN)
+    dout_at = blocks.slice_at(dout_strides, b, h, ALIGN)
+    q_blk = blocks.load_block(q_ptr, q_at, first, seqlen_q, BLOCK_Q, HEADDIM, HEADDIM_PAD, False, True)  # [BLOCK_Q, HEADDIM]
+    dout_blk = blocks.load_block(dout_ptr, dout_at, first, seqlen_q, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, False, True)
+    row_at = (b * nheads_q + h) * seqlen_q
+    lse = _load_lse(lse_ptr + row_at, rows, valid)  # [BLOCK_Q]
+    delta = tl.load(delta_ptr + row_at + rows, mask=valid, other=0.0)  # [BLOCK_Q]
+    dq = tl.zeros([BLOCK_Q, HEADDIM_PAD], tl.float32)
+    touched = False
+
+    for s in tl.range(0, SEGMENTS):
+        interval_at = b * blocks.size(blocks.pick(interval_strides, s, SEGMENTS))
+        begin, end = blocks.load_interval(blocks.pick(begins, s, SEGMENTS) + interval_at,
+                                          blocks.pick(ends, s, SEGMENTS) + interval_at, rows, seqlen_q)  # fmt: skip
+        lo, full_lo, full_hi, hi = blocks.key_range(begin, end, valid, BLOCK_K)
+        touched = touched | (hi > lo)
+        if WAIT:
+            if (hi > lo) & (((blocks.size(waits) >> s) & 1) != 0):
+                blocks.wait(blocks.pick(readys, s, SEGMENTS), FENCE)
+        k, v = blocks.pick_view(ks, s, SEGMENTS, TMA), blocks.pick_view(vs, s, SEGMENTS, TMA)
+        k_at = blocks.pick_at(k_strides, s, b, h // group, SEGMENTS, ALIGN, TMA)
+        v_at = blocks.pick_at(v_strides, s, b, h // group, SEGMENTS, ALIGN, TMA)
+        for t in tl.range(0, blocks.edge_count(lo, full_lo, full_hi, hi, BLOCK_K)):
+            n0 = blocks.edge_block(t, lo, full_lo, full_hi, BLOCK_K)
+            dq = _dq_step(q_blk, dout_blk, k, k_at, v, v_at, n0, hi, begin, end, lse, delta, dq, scale * _LOG2E, True,
+                          BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+        for n0 in tl.range(full_lo, full_hi, BLOCK_K):
+            dq = _dq_step(q_blk, dout_blk, k, k_at, v, v_at, n0, hi, begin, end, lse, delta, dq, scale * _LOG2E, False,
+                          BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+
+    cols = tl.arange(0, HEADDIM_PAD)
+    dq_ptrs = dq_ptr + ((b * seqlen_q + rows[:, None]) * nheads_q + h) * HEADDIM + cols[None, :]
+    mask = valid[:, None] & (cols[None, :] < HEADDIM) & touched
+    tl.store(dq_ptrs, tl.load(dq_ptrs, mask=mask, other=0.0) + dq * scale, mask=mask)
+
+
+@triton.jit
+def _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, hi, n0, lse_ptr, delta_ptr, begin_ptr, end_ptr, dk, dv, scale,
+              MASK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr,
+              HEADDIM_V: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """One row block, transposed: dV += P^T dO, dK += dS^T Q. A key that no row sees only spoils its own row, which stays masked."""
+    rows = m0 + tl.arange(0, BLOCK_Q)
+    valid = rows < hi
+    q_blk = blocks.load_block(q, q_at, m0, hi, BLOCK_Q, HEADDIM, HEADDIM_PAD, TMA, MASK)  # [BLOCK_Q, HEADDIM]
+    dout_blk = blocks.load_block(dout, dout_at, m0, hi, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, TMA, MASK)  # [BLOCK_Q, HEADDIM_V]
+    if MASK and TMA:  # rows past the hull: the tail of a buffer, or another head
+        q_blk = tl.where(valid[:, None], q_blk, tl.zeros_like(q_blk))
+        dout_blk = tl.where(valid[:, None], dout_blk, tl.zeros_like(dout_blk))
+    lse = _load_lse(lse_ptr, rows, valid)  # [BLOCK_Q]
+    delta = tl.load(delta_ptr + rows, mask=valid, other=0.0)  # [BLOCK_Q]
+    x = tl.dot(k_blk, tl.trans(q_blk), input_precision=PRECISION) * scale  # [BLOCK_K, BLOCK_Q]
+    p = tl.math.exp2(x - lse[None, :])
+    dp = tl.dot(v_blk, tl.trans(dout_blk), input_precision=PRECISION)  # [BLOCK_K, BLOCK_Q]
+    ds = p * (dp - delta[None, :])
+    if MASK:
+        begin, end = blocks.load_interval(begin_ptr, end_ptr, rows, hi)
+        keys = n0 + tl.arange(0, BLOCK_K)
+        visible = (keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :])
+        p = tl.where(visible, p, 0.0)
+        ds = tl.where(visible, ds, 0.0)
+    dv = tl.dot(p.to(dout_blk.dtype), dout_blk, dv, input_precision=PRECISION)
+    dk = tl.dot(ds.to(q_blk.dtype), q_blk, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _add(ptr, x, seqlen, nheads, b, h, first, BLOCK: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr):
+    """Add x [BLOCK, HEADDIM_PAD] into rows first ... of a contiguous float32 (batch, seqlen, nheads, headdim)."""
+    rows, cols = first + tl.arange(0, BLOCK), tl.arange(0, HEADDIM_PAD)
+    ptrs = ptr + ((b * seqlen + rows[:, None]) * nheads + h) * HEADDIM + cols[None, :]
+    mask = (rows[:, None] < seqlen) & (cols[None, :] < HEADDIM)
+    tl.store(ptrs, tl.load(ptrs, mask=mask, other=0.0) + x, mask=mask)
+
+
+@triton.jit
+def _key_block(block, seqlens_k, SEGMENTS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(segment, its key block) of the block-th key block of all segments."""
+    s = 0
+    within = block
+    before = 0
+    for i in tl.static_range(0, SEGMENTS - 1):
+        before += tl.cdiv(blocks.size32(seqlens_k[i]), BLOCK_K)
+        s = tl.where(block >= before, i + 1, s)
+        within = tl.where(block >= before, block - before, within)
+    return s, within
+
+
+@triton.jit
+def _dkv_kernel(q, q_strides, dout, dout_strides, lse_ptr, delta_ptr, ks, vs, k_strides, v_strides, begins, ends,
+                interval_strides, readys, waits, dks, dvs, seqlens_k, sizes, scale,
+                SEGMENTS: tl.constexpr, WAIT: tl.constexpr, TMA: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+                HEADDIM: tl.constexpr, HEADDIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+                HEADDIM_PAD: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, FANOUT: tl.constexpr):  # fmt: skip
+    seqlen_q, nheads_q, group = blocks.size32(sizes[0]), blocks.size32(sizes[1]), blocks.size32(sizes[2])
+    key_blocks = blocks.size32(sizes[5])
+    block, head = blocks.schedule(tl.program_id(0), key_blocks, blocks.size32(sizes[3]), blocks.size32(sizes[4]))
+    s, within = _key_block(block, seqlens_k, SEGMENTS, BLOCK_K)
+    nheads_k = nheads_q // group
+    b, hk = (head // nheads_k).to(tl.int64), head % nheads_k
+    seqlen_k = blocks.size32(blocks.pick(seqlens_k, s, SEGMENTS))
+    n0 = within * BLOCK_K
+    interval_at = b * blocks.size(blocks.pick(interval_strides, s, SEGMENTS))
+    begin_ptr = blocks.pick(begins, s, SEGMENTS) + interval_at
+    end_ptr = blocks.pick(ends, s, SEGMENTS) + interval_at
+    lo, full_lo, full_hi, hi = blocks.row_range(begin_ptr, end_ptr, seqlen_q, n0, tl.minimum(n0 + BLOCK_K, seqlen_k), BLOCK_Q,
+                                                FANOUT)  # fmt: skip
+    if hi > lo:
+        if WAIT:
+            if ((blocks.size(waits) >> s) & 1) != 0:
+                blocks.wait(blocks.pick(readys, s, SEGMENTS), False)
+        k_at = blocks.pick_at(k_strides, s, b, hk, SEGMENTS, ALIGN, False)
+        v_at = blocks.pick_at(v_strides, s, b, hk, SEGMENTS, ALIGN, False)
+        k_blk = blocks.load_block(blocks.pick(ks, s, SEGMENTS), k_at, n0, seqlen_k, BLOCK_K, HEADDIM, HEADDIM_PAD, False,
+                                  True)  # [BLOCK_K, HEADDIM]  # fmt: skip
+        v_blk = blocks.load_block(blocks.pick(vs, s, SEGMENTS), v_at, n0, seqlen_k, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, False,
+                                  True)  # [BLOCK_K, HEADDIM_V]  # fmt: skip
+        dk = tl.zeros([BLOCK_K, HEADDIM_PAD], tl.float32)
+        dv = tl.zeros([BLOCK_K, HEADDIM_V_PAD], tl.float32)
+        edges = blocks.edge_count(lo, full_lo, full_hi, hi, BLOCK_Q)
+        for t in tl.range(0, group * edges):  # the group's heads one after the other, in one pipelined loop
+            h = hk * group + t // edges
+            row_at = (b * nheads_q + h) * seqlen_q
+            q_at = blocks.origin_of(blocks.slice_at(q_strides, b, h, ALIGN), TMA)
+            dout_at = blocks.origin_of(blocks.slice_at(dout_strides, b, h, ALIGN), TMA)
+            m0 = blocks.edge_block(t % edges, lo, full_lo, full_hi, BLOCK_Q)
+            dk, dv = _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, hi, n0, lse_ptr + row_at, delta_ptr + row_at, begin_ptr,
+                               end_ptr, dk, dv, scale * _LOG2E, True, BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V,
+                               HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+        fulls = (full_hi - full_lo) // BLOCK_Q
+        for t in tl.range(0, group * fulls):
+            h = hk * group + t // fulls
+            row_at = (b * nheads_q + h) * seqlen_q
+            q_at = blocks.origin_of(blocks.slice_at(q_strides, b, h, ALIGN), TMA)
+            dout_at = blocks.origin_of(blocks.slice_at(dout_strides, b, h, ALIGN), TMA)
+            m0 = full_lo + t % fulls * BLOCK_Q
+            dk, dv = _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, hi, n0, lse_ptr + row_at, delta_ptr + row_at, begin_ptr,
+                               end_ptr, dk, dv, scale * _LOG2E, False, BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V,
+                               HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+        _add(blocks.pick(dks, s, SEGMENTS), dk * scale, seqlen_k, nheads_k, b, hk, n0, BLOCK_K, HEADDIM, HEADDIM_PAD)
+        _add(blocks.pick(dvs, s, SEGMENTS), dv, seqlen_k, nheads_k, b, hk, n0, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD)
+
+
+@triton.jit
+def _delta_kernel(dout_ptr, dout_strides, out_ptr, out_strides, dlse_ptr, delta_ptr, sizes, HAS_DLSE: tl.constexpr,
+                  ALIGN: tl.constexpr, BLOCK_Q: tl.constexpr, HEADDIM_V: tl.constexpr, HEADDIM_V_PAD: tl.constexpr):  # fmt: skip
+    seqlen_q, nheads_q = blocks.size32(sizes[0]), blocks.size32(sizes[1])
+    row_blocks = tl.cdiv(seqlen_q, BLOCK_Q)
+    first, head = tl.program_id(0) % row_blocks * BLOCK_Q, tl.program_id(0) // row_blocks
+    b, h = (head // nheads_q).to(tl.int64), head % nheads_q
+    dout_at = blocks.slice_at(dout_strides, b, h, ALIGN)
+    out_at = blocks.slice_at(out_strides, b, h, ALIGN)
+    dout_blk = blocks.load_block(dout_ptr, dout_at, first, seqlen_q, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, False, True)
+    out_blk = blocks.load_block(out_ptr, out_at, first, seqlen_q, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, False, True)
+    delta = tl.sum(dout_blk.to(tl.float32) * out_blk.to(tl.float32), 1)  # [BLOCK_Q]
+    rows = first + tl.arange(0, BLOCK_Q)
+    at = (b * nheads_q + h) * seqlen_q + rows
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + at, mask=rows < seqlen_q, other=0.0)
+    tl.store(delta_ptr + at, delta, mask=rows < seqlen_q)
+
+
+def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """rowsum(dout * out) - dlse, float32 (batch, nheads_q, seqlen_q): what backward subtracts from dP.
+
+    dout, out (batch, seqlen_q, nheads_q, headdim_v) of any strides; dlse (batch, nheads_q, seqlen_q).
+    """
+    batch, seqlen_q, nheads_q, headdim_v = out.shape
+    result = torch.empty(batch, nheads_q, seqlen_q, dtype=torch.float32, device=out.device)
+    if result.numel() == 0:
+        return result
+    dout, out = portable.unit_stride(dout), portable.unit_stride(out)
+    rows = result if dlse is None else dlse.float().contiguous()
+    align = portable.alignment((dout, out)) if dout.dtype == out.dtype else 1
+    block = 64
+    with portable.guard(out.device):
+        _delta_kernel[(triton.cdiv(seqlen_q, block) * batch * nheads_q,)](
+            dout, portable.encode_strides(dout, align), out, portable.encode_strides(out, align), rows, result,
+            portable.encode(seqlen_q, nheads_q), HAS_DLSE=dlse is not None, ALIGN=align, BLOCK_Q=block, HEADDIM_V=headdim_v,
+            HEADDIM_V_PAD=config.padded(headdim_v),
+        )  # fmt: skip
+    return result
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    segments: Sequence[Segment],
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    dq: Tensor,
+    dkv: Sequence[tuple[Tensor, Tensor]],
+) -> None:
+    """Add the segments' contributions into float32 dq, and into float32 (dk, dv) per segment (README.md has the contract).
+
+    dout in q's dtype (batch, seqlen_q, nheads_q, headdim_v); lse, delta float32 contiguous (batch, nheads_q, seqlen_q).
+    """
+    dout, q = portable.unit_stride(dout), portable.unit_stride(q)
+    pairs = [pair for pair in zip(segments, dkv, strict=True) if pair[0].k.shape[1]]
+    if q.numel() == 0:
+        return
+    for i in range(0, len(pairs), portable.MAX_SEGMENTS):
+        part, grads = zip(*pairs[i : i + portable.MAX_SEGMENTS], strict=True)
+        launch_dq(dout, q, part, lse, delta, scale, dq)
+        launch_dkv(dout, q, part, lse, delta, scale, grads)
+
+
+def launch_dq(
+    dout: Tensor,
+    q: Tensor,
+    segments: Sequence[Segment],
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    dq: Tensor,
+    *,
+    options: portable.Options = portable.Options(),
+) -> None:
+    """Add the segments' contribution to dq, with the choices a benchmark varies laid open."""
+    batch, seqlen_q, nheads_q, headdim = q.shape
+    headdim_v = dout.shape[-1]
+    tile = options.tile or config.lookup(portable.arch(q.device), q.dtype, headdim, headdim_v).dq
+    tma = portable.keys_by_descriptor(segments, options)
+    args = portable.segment_arguments(segments, (q, dout), tile.block_k, tma=tma)
+    group, heads = nheads_q // segments[0].k.shape[2], batch * nheads_q
+    chunk = options.chunk or portable.heads_together(portable.key_bytes(segments), group, heads)
+    with portable.guard(q.device):
+        _dq_kernel[(triton.cdiv(seqlen_q, tile.block_q) * heads,)](
+            q, portable.encode_strides(q, args.align), dout, portable.encode_strides(dout, args.align), lse, delta,
+            *args.keys, *args.intervals, dq, portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale, TMA=tma,
+            FENCE=tma and q.device.type == "cuda", HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q,
+            BLOCK_K=tile.block_k, num_warps=tile.warps, num_stages=tile.stages, **args.constexprs,
+            **portable.pads(headdim, headdim_v),
+        )  # fmt: skip
+
+
+def launch_dkv(
+    dout: Tensor,
+    q: Tensor,
+    segments: Sequence[Segment],
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    dkv: Sequence[tuple[Tensor, Tensor]],
+    *,
+    options: portable.Options = portable.Options(),
+) -> None:
+    """Add each segment's dk and dv, with the choices a benchmark varies laid open."""
+    batch, seqlen_q, nheads_q, headdim = q.shape
+    headdim_v, nheads_k = dout.shape[-1], segments[0].k.shape[2]
+    tile = options.tile or config.lookup(portable.arch(q.device), q.dtype, headdim, headdim_v).dkv
+    tma = portable.use_descriptors((q, dout), options)
+    args = portable.segment_arguments(segments, (q, dout), tile.block_k)
+    seqlens_k = [segment.k.shape[1] for segment in segments]
+    key_blocks = sum(triton.cdiv(n, tile.block_k) for n in seqlens_k)
+    group, heads = nheads_q // nheads_k, batch * nheads_k
+    row_bytes = group * seqlen_q * (headdim + headdim_v) * q.element_size()
+    chunk = options.chunk or portable.heads_together(row_bytes, 1, heads)
+    view = (lambda x: portable.describe(x, tile.block_q)) if tma else (lambda x: x)
+    with portable.guard(q.device):
+        _dkv_kernel[(key_blocks * heads,)](
+            view(q), portable.matrix_strides(q, tma, args.align), view(dout), portable.matrix_strides(dout, tma, args.align),
+            lse, delta, *args.keys, *args.intervals, tuple(dk for dk, _ in dkv), tuple(dv for _, dv in dkv),
+            portable.encode(*seqlens_k), portable.encode(seqlen_q, nheads_q, group, heads, chunk, key_blocks), scale,
+            TMA=tma, HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, FANOUT=256,
+            num_warps=tile.warps, num_stages=tile.stages, **args.constexprs, **portable.pads(headdim, headdim_v),
+        )  # fmt: skip

@@ -1,0 +1,179 @@
+"""The portable forward tile: one launch walks all segments, from a carried state or none, to the next state or the result."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringflash.kernels import blocks, config, portable
+from ringflash.kernels.reference import LOG2E, Segment, State, empty_state
+
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _step(q_blk, k, k_at, v, v_at, n0, hi, begin, end, acc, row_max, row_sum, scale,
+          MASK: tl.constexpr, BLOCK_K: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr,
+          HEADDIM_V: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """One key block: acc and sum are sums of exp2(x - max), rescaled when the running maximum moves."""
+    k_blk = blocks.load_block(k, k_at, n0, hi, BLOCK_K, HEADDIM, HEADDIM_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM]
+    scores = tl.dot(q_blk, tl.trans(k_blk), input_precision=PRECISION)  # [BLOCK_Q, BLOCK_K]
+    v_blk = blocks.load_block(v, v_at, n0, hi, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM_V]
+    if MASK:
+        keys = n0 + tl.arange(0, BLOCK_K)
+        visible = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
+        # A key that no row sees may hold anything, and 0 * NaN is NaN.
+        seen = tl.max(visible.to(tl.int32), 0) > 0
+        v_blk = tl.where(seen[:, None], v_blk, tl.zeros_like(v_blk))
+        x = tl.where(visible, scores * scale, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(x, 1))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen nothing: exp2(-inf - 0) = 0
+        p = tl.math.exp2(x - safe_max[:, None])
+        alpha = tl.math.exp2(row_max - safe_max)
+    else:
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        p = tl.math.exp2(scores * scale - new_max[:, None])
+        alpha = tl.math.exp2(row_max - new_max)
+    row_sum = row_sum * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v_blk.dtype), v_blk, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def _load_state(acc_ptr, max_ptr, sum_ptr, acc_at, acc_mask, row_at, valid):
+    acc = tl.load(acc_ptr + acc_at, mask=acc_mask, other=0.0)  # [BLOCK_Q, HEADDIM_V]
+    row_max = tl.load(max_ptr + row_at, mask=valid, other=float("-inf"))  # [BLOCK_Q]
+    row_sum = tl.load(sum_ptr + row_at, mask=valid, other=0.0)  # [BLOCK_Q]
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _kernel(q_ptr, q_strides, ks, vs, k_strides, v_strides, begins, ends, interval_strides, readys, waits,
+            acc_ptr, max_ptr, sum_ptr, out_ptr, lse_ptr, sizes, scale,
+            SEGMENTS: tl.constexpr, CARRIED: tl.constexpr, FINISH: tl.constexpr, WAIT: tl.constexpr, TMA: tl.constexpr,
+            FENCE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, HEADDIM: tl.constexpr,
+            HEADDIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADDIM_PAD: tl.constexpr,
+            HEADDIM_V_PAD: tl.constexpr):  # fmt: skip
+    seqlen_q, nheads_q, group = blocks.size32(sizes[0]), blocks.size32(sizes[1]), blocks.size32(sizes[2])
+    heads, chunk = blocks.size32(sizes[3]), blocks.size32(sizes[4])
+    row_blocks = tl.cdiv(seqlen_q, BLOCK_Q)
+    block, head = blocks.schedule(tl.program_id(0), row_blocks, heads, chunk)
+    b, h = (head // nheads_q).to(tl.int64), head % nheads_q
+    first = (row_blocks - 1 - block) * BLOCK_Q  # last rows first: under a causal mask they have the most keys
+    rows = first + tl.arange(0, BLOCK_Q)
+    valid = rows < seqlen_q
+
+    q_at = blocks.slice_at(q_strides, b, h, ALIGN)
+    q_blk = blocks.load_block(q_ptr, q_at, first, seqlen_q, BLOCK_Q, HEADDIM, HEADDIM_PAD, False, True)  # [BLOCK_Q, HEADDIM]
+    cols = tl.arange(0, HEADDIM_V_PAD)
+    acc_at = ((b * seqlen_q + rows[:, None]) * nheads_q + h) * HEADDIM_V + cols[None, :]
+    acc_mask = valid[:, None] & (cols[None, :] < HEADDIM_V)
+    row_at = (b * nheads_q + h) * seqlen_q + rows
+    if CARRIED:
+        acc, row_max, row_sum = _load_state(acc_ptr, max_ptr, sum_ptr, acc_at, acc_mask, row_at, valid)
+    else:
+        acc = tl.zeros([BLOCK_Q, HEADDIM_V_PAD], tl.float32)
+        row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_Q], tl.float32)
+
+    if SEGMENTS > 0:
+        for s in tl.range(0, SEGMENTS):
+            interval_at = b * blocks.size(blocks.pick(interval_strides, s, SEGMENTS))
+            begin, end = blocks.load_interval(blocks.pick(begins, s, SEGMENTS) + interval_at,
+                                              blocks.pick(ends, s, SEGMENTS) + interval_at, rows, seqlen_q)  # fmt: skip
+            lo, full_lo, full_hi, hi = blocks.key_range(begin, end, valid, BLOCK_K)
+            if WAIT:
+                if (hi > lo) & (((blocks.size(waits) >> s) & 1) != 0):
+                    blocks.wait(blocks.pick(readys, s, SEGMENTS), FENCE)
+            k, v = blocks.pick_view(ks, s, SEGMENTS, TMA), blocks.pick_view(vs, s, SEGMENTS, TMA)
+            k_at = blocks.pick_at(k_strides, s, b, h // group, SEGMENTS, ALIGN, TMA)
+            v_at = blocks.pick_at(v_strides, s, b, h // group, SEGMENTS, ALIGN, TMA)
+            for t in tl.range(0, blocks.edge_count(lo, full_lo, full_hi, hi, BLOCK_K)):
+                n0 = blocks.edge_block(t, lo, full_lo, full_hi, BLOCK_K)
+                acc, row_max, row_sum = _step(q_blk, k, k_at, v, v_at, n0, hi, begin, end, acc, row_max, row_sum, scale, True,
+                                              BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+            for n0 in tl.range(full_lo, full_hi, BLOCK_K):
+                acc, row_max, row_sum = _step(q_blk, k, k_at, v, v_at, n0, hi, begin, end, acc, row_max, row_sum, scale, False,
+                                              BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+
+    if FINISH:
+        out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]  # a row that saw no key: 0 / 1
+        tl.store(out_ptr + acc_at, out.to(out_ptr.dtype.element_ty), mask=acc_mask)
+        tl.store(lse_ptr + row_at, (row_max + tl.math.log2(row_sum)) * _LN2, mask=valid)
+    else:
+        tl.store(acc_ptr + acc_at, acc, mask=acc_mask)
+        tl.store(max_ptr + row_at, row_max, mask=valid)
+        tl.store(sum_ptr + row_at, row_sum, mask=valid)
+
+
+def forward(
+    q: Tensor, segments: list[Segment], scale: float, state: State | None = None, finish: bool = True
+) -> tuple[Tensor, ...]:
+    """Attend the segments, starting from `state`: -> State, or (out, lse) with `finish` (README.md has the contract).
+
+    q (batch, seqlen_q, nheads_q, headdim) in float32, float16 or bfloat16 on a device Triton runs on. The storage of
+    `state` is consumed. More than portable.MAX_SEGMENTS segments take several launches, the state carried between them.
+    """
+    return launch(q, segments, scale, state=state, finish=finish)
+
+
+def launch(
+    q: Tensor,
+    segments: list[Segment],
+    scale: float,
+    *,
+    state: State | None = None,
+    finish: bool = True,
+    options: portable.Options = portable.Options(),
+) -> tuple[Tensor, ...]:
+    """`forward` with the choices a benchmark varies (tile, loads by descriptor) laid open."""
+    headdim_v = segments[0].v.shape[-1] if segments else (state[0] if state is not None else q).shape[-1]
+    if scale < 0:  # the kernel takes the maximum before it scales
+        q, scale = -q, -scale
+    q = portable.unit_stride(q)
+    parts = portable.in_launches(segments)
+    for part in parts[:-1]:
+        state = _into_state(q, part, scale, state, headdim_v, options)
+    if not finish:
+        return _into_state(q, parts[-1], scale, state, headdim_v, options)
+    out = q.new_empty(*q.shape[:3], headdim_v)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+    # A pointer that the kernel does not use may be any of its type.
+    _one_launch(q, parts[-1], scale, state or (lse, lse, lse), (out, lse), options, CARRIED=state is not None, FINISH=True)
+    return out, lse
+
+
+def _into_state(
+    q: Tensor, segments: list[Segment], scale: float, state: State | None, headdim_v: int, options: portable.Options
+) -> State:
+    into = empty_state(q, headdim_v) if state is None else state
+    _one_launch(q, segments, scale, into, into[:2], options, CARRIED=state is not None, FINISH=False)
+    return into
+
+
+def _one_launch(
+    q: Tensor,
+    segments: list[Segment],
+    scale: float,
+    state: State,
+    result: tuple[Tensor, Tensor],
+    options: portable.Options,
+    **flags: bool,
+) -> None:
+    batch, seqlen_q, nheads_q, headdim = q.shape
+    headdim_v = result[0].shape[-1]
+    if q.numel() == 0:
+        return
+    tile = options.tile or config.lookup(portable.arch(q.device), q.dtype, headdim, headdim_v).forward
+    tma = portable.keys_by_descriptor(segments, options)
+    args = portable.segment_arguments(segments, (q,), tile.block_k, tma=tma)
+    group = nheads_q // segments[0].k.shape[2] if segments else 1
+    heads = batch * nheads_q
+    chunk = options.chunk or portable.heads_together(portable.key_bytes(segments), group, heads)
+    with portable.guard(q.device):
+        _kernel[(triton.cdiv(seqlen_q, tile.block_q) * heads,)](
+            q, portable.encode_strides(q, args.align), *args.keys, *args.intervals, *state, *result,
+            portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale * LOG2E, HEADDIM=headdim, HEADDIM_V=headdim_v,
+            BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, TMA=tma, FENCE=tma and q.device.type == "cuda",
+            num_warps=tile.warps, num_stages=tile.stages, **flags, **args.constexprs, **portable.pads(headdim, headdim_v),
+        )  # fmt: skip

@@ -1,0 +1,185 @@
+"""The host side that forward and backward share: how segments, strides and descriptors become arguments of one launch."""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ringflash.kernels import config
+from ringflash.kernels.reference import Segment
+
+# Segments of one launch: a descriptor takes some 200 bytes of kernel parameters, of which 4 KB are sure to exist.
+MAX_SEGMENTS = 8
+
+# Heads are walked together while their keys (forward, dQ) or queries (dK/dV) fit in so much of the L2 cache.
+CACHE_BYTES = 32 << 20
+
+
+class Options(NamedTuple):
+    """What a benchmark varies; None is the library's own choice."""
+
+    tile: config.Tile | None = None
+    tma: bool | None = None
+    chunk: int | None = None
+
+
+class Arguments(NamedTuple):
+    """Kernel arguments made of the segments: `keys`, then `intervals`, in the order of the kernels' signatures."""
+
+    keys: tuple[Any, ...]  # ks, vs, k_strides, v_strides
+    intervals: tuple[Any, ...]  # begins, ends, interval_strides, readys, waits
+    constexprs: dict[str, Any]
+    align: int
+
+
+def encode(*values: int) -> tuple[int, ...]:
+    """Odd numbers past 2**40: Triton compiles anew for an integer that is 1, or divisible by 16, or crosses 2**31; never for these."""
+    return tuple(2 * value + 1 + (1 << 40) for value in values)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """x, copied only if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def in_launches(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Segments that hold keys, in as many lists as launches are needed (at least one)."""
+    held = [segment for segment in segments if segment.k.shape[1]]
+    return [held[i : i + MAX_SEGMENTS] for i in range(0, max(len(held), 1), MAX_SEGMENTS)]
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """(batch, row, head) strides in elements; 0 where the dimension has one entry, whose stride means nothing."""
+    return tuple(stride if n > 1 else 0 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))  # pyright: ignore[reportReturnType]
+
+
+def alignment(tensors: Sequence[Tensor]) -> int:
+    """Elements in 16 bytes if every row of every tensor begins on such a border, else 1."""
+    unit = 16 // tensors[0].element_size()
+    return unit if all(stride % unit == 0 for x in tensors for stride in strides(x)) else 1
+
+
+def encode_strides(x: Tensor, align: int) -> tuple[int, ...]:
+    return encode(*(stride // align for stride in strides(x)))
+
+
+def describable(x: Tensor) -> bool:
+    """Whether x is a slice of rows of one matrix of width stride(row), as `describe` and blocks.origin take it."""
+    batch, seqlen, nheads, headdim = x.shape
+    stride_b, width, stride_h = x.stride()[:3]
+    bytes_each = x.element_size()
+    if headdim != config.padded(headdim) or seqlen < 2 or width < headdim or x.data_ptr() % 16 or width * bytes_each % 16:
+        return False
+    if batch > 1 and stride_b % width:
+        return False
+    rows = ((batch - 1) * stride_b + (nheads - 1) * stride_h) // width + seqlen
+    fits = all(h * stride_h % width + headdim <= width for h in range(nheads))
+    return fits and rows < 1 << 31 and width < 1 << 31 and width * bytes_each < 1 << 40
+
+
+def describe(x: Tensor, block: int) -> TensorDescriptor:
+    """Descriptor of x (batch, seqlen, nheads, headdim) as a matrix (rows, stride of a row), read in blocks of `block` rows."""
+    batch, seqlen, nheads, headdim = x.shape
+    stride_b, width, stride_h = x.stride()[:3]
+    rows = ((batch - 1) * stride_b + (nheads - 1) * stride_h) // width + seqlen
+    return TensorDescriptor(x, [rows, width], [width, 1], [block, headdim])
+
+
+def matrix_strides(x: Tensor, tma: bool, align: int) -> tuple[int, ...]:
+    """Encoded strides; with descriptors the row stride is the matrix width even where there is one row only."""
+    return encode(*(s // align for s in x.stride()[:3])) if tma else encode_strides(x, align)
+
+
+@functools.lru_cache(maxsize=64)
+def _device_arch(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def arch(device: torch.device) -> str:
+    """The key of config.TABLE for a device: "sm_90", "gfx942", or "cpu" (the interpreter)."""
+    if device.type == "cpu":
+        return "cpu"
+    return _device_arch(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def has_descriptors(device: torch.device) -> bool:
+    return config.nearest(arch(device)) in ("sm_90", "sm_100")
+
+
+def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device: make it the tensors'."""
+    return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+def precision() -> str:
+    """How float32 operands are multiplied; 16-bit operands do not care."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def pads(headdim: int, headdim_v: int) -> dict[str, int]:
+    return {"HEADDIM_PAD": config.padded(headdim), "HEADDIM_V_PAD": config.padded(headdim_v)}
+
+
+def use_descriptors(tensors: Sequence[Tensor], options: Options) -> bool:
+    """Whether the tensors' blocks are loaded by the copy engine."""
+    if not tensors:
+        return False
+    wanted = has_descriptors(tensors[0].device) if options.tma is None else options.tma
+    return wanted and all(describable(x) for x in tensors)
+
+
+def keys_by_descriptor(segments: Sequence[Segment], options: Options) -> bool:
+    """Whether k and v of the segments are loaded by the copy engine."""
+    return use_descriptors([x for segment in segments for x in (segment.k, segment.v)], options)
+
+
+def segment_arguments(
+    segments: Sequence[Segment], others: Sequence[Tensor], block_k: int, *, tma: bool = False
+) -> Arguments:
+    """Arguments for `segments`; `others` (q, dout) share the alignment promise; `tma`: k and v as descriptors."""
+    ks = [unit_stride(segment.k) for segment in segments]
+    vs = [unit_stride(segment.v) for segment in segments]
+    align = alignment([*others, *ks, *vs])
+    waits = sum(1 << i for i, segment in enumerate(segments) if segment.ready is not None)
+    view = functools.partial(describe, block=block_k) if tma else (lambda x: x)
+    return Arguments(
+        keys=(
+            tuple(view(k) for k in ks),
+            tuple(view(v) for v in vs),
+            tuple(matrix_strides(k, tma, align) for k in ks),
+            tuple(matrix_strides(v, tma, align) for v in vs),
+        ),
+        intervals=(
+            tuple(segment.begin for segment in segments),
+            tuple(segment.end for segment in segments),
+            encode(*(segment.begin.shape[1] if segment.begin.shape[0] > 1 else 0 for segment in segments)),
+            tuple(segment.begin if segment.ready is None else segment.ready for segment in segments),
+            encode(waits)[0],
+        ),
+        constexprs={
+            "SEGMENTS": len(segments),
+            "WAIT": waits > 0,
+            "ALIGN": align,
+            "PRECISION": precision(),
+        },
+        align=align,
+    )
+
+
+def heads_together(bytes_per_head: int, group: int, heads: int) -> int:
+    """How many query heads a stretch of programs covers: whole groups whose shared data stay in the cache."""
+    return min(heads, group * max(1, CACHE_BYTES // max(bytes_per_head, 1)))
+
+
+def key_bytes(segments: Sequence[Segment]) -> int:
+    """Bytes of one key head's k and v."""
+    return sum(
+        segment.k.shape[1] * (segment.k.shape[3] + segment.v.shape[3]) * segment.k.element_size() for segment in segments
+    )
