@@ -1,0 +1,61 @@
+"""The one autograd.Function: attention over a ring, and its gradient over the same ring."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from ringflash.ring import Ring
+from ringflash.tile import Tile
+
+
+class Attention(torch.autograd.Function):
+    """apply(q, k, v, ring, tile) -> (out, lse); every argument that is not a tensor is frozen for the call."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: Ring, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Attend and keep what backward needs: inputs, out and lse."""
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = ring.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring, ctx.tile = ring, tile  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Gradients of q, k, v from those of out and lse."""
+        # Even if neither reached this rank the other ranks need it: the exchange must not depend on one rank's data.
+        q, k, v, out, lse = ctx.saved_tensors
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            dout = torch.zeros_like(out) if dout is None else _last_dim_contiguous(dout)
+            delta = ctx.tile.delta(dout, out, dlse)
+            dq, (dk, dv) = ctx.ring.backward(dout, q, k, v, lse, delta)
+            grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        if torch.is_grad_enabled():  # create_graph=True: fine unless these gradients are differentiated in turn
+            grads = _Once.apply(*grads, q, k, v)
+        return *grads, None, None
+
+
+class _Once(torch.autograd.Function):
+    """Passes gradients on and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, dq: Tensor, dk: Tensor, dv: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
+
+    @staticmethod
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise NotImplementedError(
+            "ring_attention is not differentiable twice: its gradients were themselves differentiated (create_graph=True); "
+            "use an attention that is for double backward, on one device"
+        )
+
+
+def _last_dim_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring, tile: Tile) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries; differentiable in q, k, v and through both outputs."""
+    out, lse = Attention.apply(*(_last_dim_contiguous(x) for x in (q, k, v)), ring, tile)  # pyright: ignore[reportGeneralTypeIssues]
+    return out, lse

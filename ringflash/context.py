@@ -1,0 +1,200 @@
+"""Objects for training scripts: one long-lived ContextParallel per ring, one cheap Batch per step."""
+
+import hashlib
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringflash.api import ring_attention
+from ringflash.layout import Layout, named
+from ringflash.mask import Mask
+from ringflash.options import Options
+from ringflash.transport.communicator import Communicator, communicator
+
+
+class ContextParallel:
+    """A ring of ranks that share every sequence.
+
+    group: None (the default group, or a ring of one), a ProcessGroup or a 1-D DeviceMesh; all its ranks construct this
+    together. layout: the name batches use unless they say otherwise. Raises ValueError or TypeError for wrong arguments.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | DeviceMesh | None = None,
+        layout: str = "zigzag",
+        options: Options = Options(),
+    ) -> None:
+        named(layout, 0, 1)  # refuses an unknown name
+        if not isinstance(options, Options):
+            raise TypeError(f"options must be an rf.Options: options={options!r}")
+        self.group, self.layout, self.options = group, layout, options
+        self._comm = communicator(group)
+
+    @property
+    def rank(self) -> int:
+        """This process's place in sequence order."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self._comm.size
+
+    def batch(
+        self,
+        seqlen: int,
+        mask: Mask = Mask(causal=True),
+        layout: Layout | str | None = None,
+    ) -> "Batch":
+        """One step's sequences: seqlen global tokens under a mask. Lengths, documents and layout may change every step.
+
+        Raises ValueError where documents do not end at seqlen or the layout is for another length or ring size.
+        """
+        chosen = self.layout if layout is None else layout
+        if not isinstance(chosen, Layout):
+            chosen = named(chosen, seqlen, self.size)
+        if not isinstance(mask, Mask):
+            raise TypeError(f"mask must be an rf.Mask: mask={mask!r}; for instance rf.Mask(causal=True)")
+        if (chosen.seqlen, chosen.size) != (seqlen, self.size):
+            raise ValueError(f"layout must be for seqlen={seqlen} and ring size {self.size}: layout={chosen!r}")
+        mask.check_seqlen(seqlen)
+        return Batch(self, chosen, mask)
+
+
+class Batch:
+    """The sequences of one step as this rank sees them. Methods that take a whole sequence want the same on every rank."""
+
+    def __init__(self, cp: ContextParallel, layout: Layout, mask: Mask) -> None:
+        self.cp, self.layout, self.mask = cp, layout, mask
+
+    @property
+    def _comm(self) -> Communicator:
+        return self.cp._comm
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a whole sequence: x has seqlen entries along dim, any dtype. Differentiable."""
+        return self.layout.part(x, self.cp.rank, dim)
+
+    def unshard(self, y: Tensor, dim: int = 1) -> Tensor:
+        """The whole sequence from every rank's tokens, on every rank: exactly seqlen entries along dim.
+
+        Differentiable: the gradient is that of the sum over ranks of the local losses. A collective.
+        """
+        if y.shape[dim] != self.layout.lengths[self.cp.rank]:
+            raise ValueError(
+                f"y must hold this rank's tokens along dim={dim}: rank {self.cp.rank} of {self.layout!r} has "
+                f"{self.layout.lengths[self.cp.rank]}, y.shape={tuple(y.shape)}"
+            )
+        return _Unshard.apply(y, self._comm, self.layout, dim)  # pyright: ignore[reportReturnType]
+
+    def positions(self, restart: bool = False) -> Tensor:
+        """Global positions of this rank's tokens, int64 (tokens,) on the ring's device: what rotary tables index.
+
+        restart: positions begin at 0 in each document; (batch, tokens) where batch rows have documents of their own.
+        """
+        positions = self.layout.positions(self.cp.rank)
+        if restart:
+            rows = [torch.from_numpy(row) for row in self.mask.document_rows(self.layout.seqlen)]
+            starts = [row[torch.searchsorted(row, positions, right=True) - 1] for row in rows]
+            positions = torch.stack([positions - start for start in starts])
+            positions = positions if self.mask.batch is not None else positions[0]
+        return positions.to(self._comm.device())
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, scale: float | None = None) -> Tensor:
+        """Attention of this rank's queries over the whole sequence (ring_attention has shapes and errors).
+
+        mask: another mask for layers that differ; a mask without documents does not inherit the batch's.
+        """
+        out = ring_attention(
+            q,
+            k,
+            v,
+            layout=self.layout,
+            mask=self.mask if mask is None else mask,
+            group=self.cp.group,
+            scale=scale,
+            options=self.cp.options,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    def shift_labels(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
+        """This rank's next-token targets, (batch, tokens), from the global labels (batch, seqlen).
+
+        Shifted before sharding, so a target is right also where the next token lies on another rank; the last token of
+        each document has none and gets ignore_index.
+        """
+        if labels.dim() != 2 or labels.shape[1] != self.layout.seqlen:
+            raise ValueError(f"labels must be global, (batch, seqlen={self.layout.seqlen}): labels.shape={tuple(labels.shape)}")
+        targets = torch.roll(labels, -1, dims=1)
+        for row, bounds in enumerate(self.mask.document_rows(self.layout.seqlen)):
+            ends = torch.from_numpy(bounds[1:] - 1)
+            rows = slice(row, row + 1) if self.mask.batch is not None else slice(None)
+            targets[rows, ends[ends >= 0].to(labels.device)] = ignore_index
+        return self.shard(targets)
+
+    def mean_loss(
+        self,
+        per_token_loss: Tensor,
+        targets: Tensor,
+        *,
+        grad_reduce: Literal["mean", "sum"] = "mean",
+        ignore_index: int = -100,
+        reducer: ProcessGroup | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(loss to call backward on, detached global mean) of the tokens whose target is not ignore_index.
+
+        per_token_loss, targets: this rank's, one shape. The loss is local sum / global number of valid tokens, so that
+        gradients *summed* over the ranks are those of the mean. grad_reduce "mean": for reducers that average (DDP,
+        FSDP), times the number of ranks they average over; "sum": for reducers that sum. reducer: the group that
+        gradients are reduced over where it is larger than the ring (data x context parallel): tokens are then counted
+        over all of it. A rank without a valid token still gets a loss of 0 that reaches every parameter. Collective.
+        """
+        if grad_reduce not in ("mean", "sum"):
+            raise ValueError(f"grad_reduce must be 'mean' or 'sum': grad_reduce={grad_reduce!r}")
+        if per_token_loss.shape != targets.shape:
+            raise ValueError(
+                "per_token_loss and targets must have one shape (use reduction='none'): "
+                f"{tuple(per_token_loss.shape)} and {tuple(targets.shape)}"
+            )
+        valid = targets != ignore_index
+        local = torch.where(valid, per_token_loss, 0.0).sum(dtype=torch.float32)
+        totals = self._total(torch.stack([local.detach().double(), valid.sum().double()]), reducer)
+        count = totals[1].clamp(min=1.0)
+        ranks = self.cp.size if reducer is None else dist.get_world_size(reducer)
+        factor = ranks if grad_reduce == "mean" else 1
+        return local * (factor / count).float(), (totals[0] / count).float()
+
+    def _total(self, x: Tensor, reducer: ProcessGroup | None) -> Tensor:
+        if reducer is None:
+            return self._comm.all_reduce(x)
+        dist.all_reduce(x, group=reducer)
+        return x
+
+    def check_same(self, x: Tensor, name: str = "x") -> None:
+        """Raise ValueError on every rank unless x holds the same bits on all: different samples in one ring are silent
+        nonsense otherwise. A collective with a host synchronisation, meant for the first steps."""
+        data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        mine = hashlib.blake2b(repr((x.dtype, tuple(x.shape))).encode() + data, digest_size=16).hexdigest().encode()
+        answers = self._comm.gather_bytes(mine)
+        others = [rank for rank, answer in enumerate(answers) if answer != answers[0]]
+        if others:
+            raise ValueError(f"{name} must be the same on every rank of the ring: ranks {others} differ from rank 0")
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, comm: Communicator, layout: Layout, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.comm, ctx.layout, ctx.dim = comm, layout, dim
+        return layout.join(comm.gather(y, dim, layout.lengths), dim)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        whole = ctx.comm.all_reduce(grad.contiguous())
+        return ctx.layout.part(whole, ctx.comm.rank, ctx.dim), None, None, None

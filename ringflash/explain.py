@@ -1,0 +1,145 @@
+"""What a call would do, before it does: kernel, transport, schedule, and work and bytes per step, with the reasons."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ringflash import checks
+from ringflash.layout import Layout, named
+from ringflash.mask import Mask
+from ringflash.options import Options
+from ringflash.plan import Plan, make_plan
+from ringflash.tile import pick
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step of one rank: the block attended, its visible pairs per head, and bytes sent and received meanwhile.
+
+    grad_bytes_*: what backward sends and receives in that step besides, as float32 dK and dV.
+    """
+
+    attends: int | None
+    pairs: int
+    bytes_sent: int
+    bytes_received: int
+    grad_bytes_sent: int
+    grad_bytes_received: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A call, explained for one rank; str() is the report. flops: forward, of this rank (backward is 2.5 times that)."""
+
+    rank: int
+    size: int
+    layout: str
+    mask: str
+    kernel: str
+    transport: str
+    schedule: str
+    steps: tuple[StepReport, ...]
+    pairs_per_rank: tuple[int, ...]
+    flops: int
+    buffer_bytes: int
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest rank over the mean: 1.0 is perfect balance."""
+        mean = sum(self.pairs_per_rank) / self.size
+        return max(self.pairs_per_rank) / mean if mean else 1.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"rank {self.rank} of {self.size}: {self.layout}, {self.mask}",
+            f"kernel     {self.kernel}",
+            f"transport  {self.transport}",
+            f"schedule   {self.schedule}",
+            f"work       {self.flops / 1e9:.3g} GFLOP forward on this rank; busiest rank {self.imbalance:.3f} x the mean",
+            f"buffers    {_size(self.buffer_bytes)} for blocks in flight, forward",
+            "step  attends  visible pairs    sends  receives  backward also sends  receives",
+        ]
+        for t, s in enumerate(self.steps):
+            block = "-" if s.attends is None else str(s.attends)
+            lines.append(
+                f"{t:>4}  {block:>7}  {s.pairs:>13,}  {_size(s.bytes_sent):>7}  {_size(s.bytes_received):>8}"
+                f"  {_size(s.grad_bytes_sent):>19}  {_size(s.grad_bytes_received):>8}"
+            )
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout | str,
+    mask: Mask = Mask(),
+    kv_layout: Layout | str | None = None,
+    size: int | None = None,
+    rank: int = 0,
+    options: Options = Options(),
+) -> Explanation:
+    """What ring_attention would do with such tensors on `rank` of a ring of `size`. Local only; meta tensors are welcome.
+
+    size: taken from the layout unless that is a name. Raises the errors ring_attention would raise.
+    """
+    checks.kinds(layout, kv_layout, mask, options)
+    checks.tensors(q, k, v)
+    size = size if size is not None else layout.size if isinstance(layout, Layout) else None
+    if size is None:
+        raise ValueError(f"size must be given where layout is a name: layout={layout!r}")
+    layout = layout if isinstance(layout, Layout) else named(layout, q.shape[1] * size, size)
+    if kv_layout is None:
+        kv_layout = layout
+    kv_layout = kv_layout if isinstance(kv_layout, Layout) else named(kv_layout, k.shape[1] * size, size)
+    call = checks.Call(layout, kv_layout, mask, checks.scale(None, q.shape[3]), options)
+    checks.rank(rank, size)
+    checks.shards(q, k, call, rank=rank, size=size)
+    plan = make_plan(layout, mask, kv_layout, options.schedule)
+    return _report(plan, rank, q, k, v, options)
+
+
+def _report(plan: Plan, rank: int, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
+    tile = pick(options.kernel, q.device.type if q.device.type != "meta" else "cuda")
+    per_token = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
+    lengths = plan.kv_layout.lengths
+    work = [plan.work(r) for r in range(plan.size)]
+
+    def moved(hops: tuple[tuple[int, int], ...], itemsize: int) -> int:
+        return sum(lengths[block] * per_token * itemsize for block, _ in hops)
+
+    steps = tuple(
+        StepReport(
+            turn.attend,
+            0 if turn.attend is None else int(work[rank][turn.attend]),
+            moved(turn.sends, k.element_size()),
+            moved(turn.recvs, k.element_size()),
+            moved(turn.grad_sends, 4),
+            moved(turn.grad_recvs, 4),
+        )
+        for turn in plan.turns[rank]
+    )
+    pairs = int(work[rank].sum())
+    widest = max(lengths, default=0) * per_token * k.element_size()
+    return Explanation(
+        rank=rank,
+        size=plan.size,
+        layout=repr(plan.layout),
+        mask=checks.mask_words(plan.mask),
+        kernel=f"{tile.name} ({tile.why})" if q.device.type != "meta" else f"{tile.name} (as on a GPU: meta tensors)",
+        transport="none (one rank)" if plan.size == 1 else "p2p (the only one; NCCL for GPU tensors, gloo for CPU tensors)",
+        schedule=f"{plan.schedule} ({plan.why})",
+        steps=steps,
+        pairs_per_rank=tuple(int(w.sum()) for w in work),
+        flops=2 * q.shape[0] * q.shape[2] * pairs * (q.shape[3] + v.shape[3]),
+        buffer_bytes=min(2, max(0, len(plan.attended(rank)) - 1)) * widest,
+    )
+
+
+def _size(n: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.3g} {unit}" if unit != "B" else f"{n} B"
+        n /= 1024  # pyright: ignore[reportAssignmentType]
+    return f"{n:.3g} GiB"

@@ -1,0 +1,261 @@
+"""Layouts: which global token positions each rank holds, as ascending runs of evenly spaced positions."""
+
+import functools
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringflash.mask import Documents, document_bounds
+
+Array = np.ndarray
+
+
+class Runs(NamedTuple):
+    """One rank's positions: run j holds first[j], first[j] + step[j], ... (count[j] of them) at local index base[j]."""
+
+    first: Array
+    count: Array
+    step: Array
+    base: Array
+
+    @property
+    def length(self) -> int:
+        """Number of positions in all runs."""
+        return int(self.base[-1] + self.count[-1]) if len(self.base) else 0
+
+    @property
+    def last(self) -> Array:
+        """The last position of each run."""
+        return self.first + (self.count - 1) * self.step
+
+    def positions(self) -> Array:
+        """All positions, ascending, int64."""
+        index = np.arange(self.length) - np.repeat(self.base, self.count)
+        return np.repeat(self.first, self.count) + index * np.repeat(self.step, self.count)
+
+
+def _runs(first: Array, count: Array, step: Array) -> Runs:
+    """Drop empty runs, join runs that continue each other with step 1, and number the local indices."""
+    keep = count > 0
+    first, count, step = (np.asarray(x, dtype=np.int64)[keep] for x in np.broadcast_arrays(first, count, step))
+    if len(first) > 1:
+        single = (step == 1) | (count == 1)
+        joins = (first[1:] == first[:-1] + count[:-1]) & single[1:] & single[:-1]
+        heads = np.flatnonzero(np.concatenate(([True], ~joins)))
+        step = np.where(single, 1, step)[heads]
+        first, count = first[heads], np.add.reduceat(count, heads)
+    return Runs(first, count, step, np.cumsum(count) - count)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Layout:
+    """Which positions each rank holds: rank r's shard is `runs[r]`, ascending; together they cover each position once.
+
+    Layouts with the same positions are equal, whatever made them. `offset` is the first position (0 unless shifted).
+    """
+
+    name: str
+    seqlen: int
+    size: int
+    runs: tuple[Runs, ...]
+    offset: int = 0
+    key: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        columns = [np.stack([r.first, r.count, r.step]).tobytes() + b"|" for r in self.runs]
+        head = np.array([self.seqlen, self.size, self.offset], dtype=np.int64).tobytes()
+        object.__setattr__(self, "key", head + b"".join(columns))
+        object.__setattr__(self, "_hash", hash(self.key))
+
+    def __hash__(self) -> int:
+        return self._hash  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.key == other.key
+
+    def __repr__(self) -> str:
+        shifted = f", offset={self.offset}" if self.offset else ""
+        return f"Layout({self.name}, seqlen={self.seqlen}, size={self.size}{shifted})"
+
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+        return self.offset + self.seqlen
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each rank."""
+        return tuple(runs.length for runs in self.runs)
+
+    def shift(self, n: int) -> "Layout":
+        """The same shards n positions later: queries that follow n extra keys (kv_layout holds those)."""
+        if self.offset + n < 0:
+            raise ValueError(f"shift must not make a position negative: shift={n}, first position {self.offset}")
+        moved = tuple(runs._replace(first=runs.first + n) for runs in self.runs)
+        return Layout(self.name, self.seqlen, self.size, moved, self.offset + n)
+
+    def positions(self, rank: int) -> Tensor:
+        """Global positions of a rank's tokens, ascending: int64 (tokens of the rank,), on the CPU."""
+        return torch.from_numpy(self.runs[self._rank(rank)].positions())
+
+    def part(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
+        """The tokens of one rank out of the whole sequence: x has `seqlen` entries along dim. Differentiable."""
+        if x.shape[dim] != self.seqlen:
+            raise ValueError(
+                f"x must hold the whole sequence along dim={dim}: {self!r} has {self.seqlen} tokens, "
+                f"x.shape={tuple(x.shape)}; pass the global tensor, the same on every rank"
+            )
+        runs = self.runs[self._rank(rank)]
+        if len(runs.first) > 32:  # many short runs: one gather beats as many slices
+            return x.index_select(dim, self._index(rank).to(x.device))
+        slices = [
+            _strided(x, dim, int(first) - self.offset, int(count), int(step))
+            for first, count, step in zip(runs.first, runs.count, runs.step, strict=True)
+        ]
+        return torch.cat(slices, dim) if slices else x.narrow(dim, 0, 0)
+
+    def split(self, x: Tensor, dim: int = 1) -> list[Tensor]:
+        """The shards of all ranks, in rank order."""
+        return [self.part(x, rank, dim) for rank in range(self.size)]
+
+    def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """The whole sequence from the shards of all ranks, in rank order: the inverse of split."""
+        found = tuple(part.shape[dim] for part in parts)
+        if found != self.lengths:
+            raise ValueError(f"parts must have the layout's lengths along dim={dim}: {self.lengths}, got {found}")
+        order = np.argsort(np.concatenate([runs.positions() for runs in self.runs]), kind="stable")
+        whole = torch.cat(list(parts), dim)
+        return whole.index_select(dim, torch.from_numpy(order).to(whole.device))
+
+    def _rank(self, rank: int) -> int:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank must be in 0 ... size-1: rank={rank}, size={self.size}")
+        return rank
+
+    def _index(self, rank: int) -> Tensor:
+        return torch.from_numpy(self.runs[rank].positions() - self.offset)
+
+
+def _strided(x: Tensor, dim: int, first: int, count: int, step: int) -> Tensor:
+    index = [slice(None)] * x.dim()
+    index[dim] = slice(first, first + (count - 1) * step + 1, step)
+    return x[tuple(index)]
+
+
+# Generators work on all documents at once: starts and lengths are arrays, one entry per document; the plain layouts are
+# the case of one document. Each returns (first, count, step) of a rank, one row of runs per document.
+_Generator = Callable[[Array, Array, int, int], tuple[Array, Array, Array]]
+
+
+def _contiguous(starts: Array, lengths: Array, size: int, rank: int) -> tuple[Array, Array, Array]:
+    begin, end = rank * lengths // size, (rank + 1) * lengths // size
+    return (starts + begin)[:, None], (end - begin)[:, None], np.ones((1, 1), dtype=np.int64)
+
+
+def _zigzag(starts: Array, lengths: Array, size: int, rank: int) -> tuple[Array, Array, Array]:
+    chunk = np.array([rank, 2 * size - 1 - rank])
+    begin, end = chunk * lengths[:, None] // (2 * size), (chunk + 1) * lengths[:, None] // (2 * size)
+    return starts[:, None] + begin, end - begin, np.ones((1, 1), dtype=np.int64)
+
+
+def _striped(starts: Array, lengths: Array, size: int, rank: int) -> tuple[Array, Array, Array]:
+    count = np.maximum(0, (lengths - rank + size - 1) // size)
+    return (starts + rank)[:, None], count[:, None], np.full((1, 1), size, dtype=np.int64)
+
+
+_GENERATORS: dict[str, _Generator] = {"contiguous": _contiguous, "zigzag": _zigzag, "striped": _striped}
+NAMES = tuple(_GENERATORS)
+
+
+def _generate(name: str, kind: str, bounds: Array, size: int) -> Layout:
+    starts, lengths = bounds[:-1], np.diff(bounds)
+    columns = (_GENERATORS[kind](starts, lengths, size, rank) for rank in range(size))
+    runs = tuple(_runs(*(x.ravel() for x in np.broadcast_arrays(*c))) for c in columns)
+    return Layout(name, int(bounds[-1]), size, runs)
+
+
+def _check_sizes(seqlen: int, size: int) -> None:
+    for name, value, least in (("seqlen", seqlen, 0), ("size", size, 1)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{name} must be an int: {name}={value!r}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}: {name}={value}")
+
+
+@functools.lru_cache(maxsize=256)
+def named(name: str, seqlen: int, size: int) -> Layout:
+    """The layout of that name: "contiguous", "zigzag" or "striped"."""
+    if name not in _GENERATORS:
+        raise ValueError(
+            f"layout must be one of {', '.join(map(repr, NAMES))} or an rf.Layout: layout={name!r}; "
+            "layouts.per_document and layouts.balanced make others"
+        )
+    _check_sizes(seqlen, size)
+    return _generate(name, name, np.array([0, seqlen], dtype=np.int64), size)
+
+
+def contiguous(seqlen: int, size: int) -> Layout:
+    """Rank r holds one stretch [r * seqlen // size, (r+1) * seqlen // size)."""
+    return named("contiguous", seqlen, size)
+
+
+def zigzag(seqlen: int, size: int) -> Layout:
+    """Of 2 * size equal chunks rank r holds the r-th from either end: even work under a causal mask."""
+    return named("zigzag", seqlen, size)
+
+
+def striped(seqlen: int, size: int) -> Layout:
+    """Rank r holds positions r, r + size, r + 2 * size, ..."""
+    return named("striped", seqlen, size)
+
+
+def per_document(layout: str, cu_seqlens: Documents | Sequence[int] | Tensor, size: int) -> Layout:
+    """Every document is laid out by itself as `layout` says: each rank holds a part of each document.
+
+    cu_seqlens: cumulative document lengths, 0 ... seqlen, as for Mask(documents=...).
+    """
+    if layout not in _GENERATORS:
+        raise ValueError(f"layout must be one of {', '.join(map(repr, NAMES))}: layout={layout!r}")
+    bounds = document_bounds(cu_seqlens)
+    if bounds and isinstance(bounds[0], tuple):
+        raise ValueError("cu_seqlens must be one list of lengths for all batch rows: got one per batch row")
+    _check_sizes(int(bounds[-1]), size)  # pyright: ignore[reportArgumentType]
+    return _generate(f"per_document({layout})", layout, np.array(bounds, dtype=np.int64), size)
+
+
+class _HasWork(Protocol):
+    def row_work(self, seqlen: int) -> Array: ...
+
+
+def balanced(mask: _HasWork, seqlen: int, size: int) -> Layout:
+    """Equal tokens and as equal work as chunks allow, whatever the mask: chunks, heaviest first, to the idlest rank.
+
+    Chunks are whole multiples of 128 positions where the sequence is long enough, so that kernels see few ragged edges.
+    """
+    _check_sizes(seqlen, size)
+    per_rank = max(1, min(32, seqlen // (128 * size)))
+    bounds = np.arange(size * per_rank + 1) * seqlen // (size * per_rank)
+    if per_rank > 1:
+        bounds[1:-1] = np.round(bounds[1:-1] / 128).astype(np.int64) * 128
+    total = np.concatenate(([0], np.cumsum(mask.row_work(seqlen))))
+    work = total[bounds[1:]] - total[bounds[:-1]]
+    chunks = _share(work, size, per_rank)
+    runs = tuple(_runs(bounds[c], bounds[c + 1] - bounds[c], np.int64(1)) for c in chunks)
+    return Layout("balanced", seqlen, size, runs)
+
+
+def _share(work: Array, size: int, per_rank: int) -> list[Array]:
+    """Chunks of each rank: longest processing time first, `per_rank` chunks each."""
+    idle = [(0, rank) for rank in range(size)]
+    mine: list[list[int]] = [[] for _ in range(size)]
+    for chunk in np.argsort(-work, kind="stable"):
+        load, rank = heapq.heappop(idle)
+        mine[rank].append(int(chunk))
+        if len(mine[rank]) < per_rank:
+            heapq.heappush(idle, (load + int(work[chunk]), rank))
+    return [np.sort(np.array(chunks, dtype=np.int64)) for chunks in mine]

@@ -1,0 +1,170 @@
+"""Masks: every query position sees one half-open interval of key positions, kept as few pieces affine in the position."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+Documents = tuple[int, ...] | tuple[tuple[int, ...], ...]
+Array = np.ndarray
+
+
+class Pieces(NamedTuple):
+    """Stretches [first, last) of positions p on which begin(p) and end(p) are constant or move with p.
+
+    begin(p) = begin + begin_slope * p and end(p) = end + end_slope * p, slopes 0 or 1. All int64 arrays, ascending.
+    """
+
+    first: Array
+    last: Array
+    begin: Array
+    begin_slope: Array
+    end: Array
+    end_slope: Array
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees. Frozen and hashable.
+
+    causal: no key after the query. window=(left, right): at most that many keys before and after the query, besides the
+    query itself; None is unbounded on that side. documents: cumulative lengths (0, ..., seqlen), as a host tuple or one
+    tuple per batch row; queries see their own document only (a tensor is accepted; one on a GPU costs a device
+    synchronisation). prefix=n: the first n keys are visible to all.
+
+    Raises ValueError or TypeError in words for anything else: negative numbers, causal with right > 0, prefix with
+    documents or with a left window, documents that do not start at 0 or descend.
+    """
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    documents: Documents | None = None
+    prefix: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool):
+            raise TypeError(f"causal must be True or False: causal={self.causal!r}")
+        object.__setattr__(self, "window", _window(self.window))
+        if self.documents is not None:
+            object.__setattr__(self, "documents", document_bounds(self.documents))
+        left, right = self.window or (None, None)
+        if self.causal and right:
+            raise ValueError(f"causal and a right window contradict: causal=True, window={self.window}; use (left, 0)")
+        if self.prefix is not None:
+            self._check_prefix(left)
+        object.__setattr__(self, "_hash", hash((self.causal, self.window, self.documents, self.prefix)))
+
+    def __hash__(self) -> int:  # documents may be thousands of numbers: hashed once
+        return self._hash  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _check_prefix(self, left: int | None) -> None:
+        if isinstance(self.prefix, bool) or not isinstance(self.prefix, int):
+            raise TypeError(f"prefix must be a number of keys: prefix={self.prefix!r}")
+        if self.prefix < 0:
+            raise ValueError(f"prefix must not be negative: prefix={self.prefix}")
+        if self.documents is not None:
+            raise ValueError("prefix and documents contradict: the first keys cannot be visible across documents; drop one")
+        if left is not None:
+            raise ValueError(f"prefix and a left window contradict: window={self.window}; use (None, right)")
+
+    @property
+    def batch(self) -> int | None:
+        """Number of batch rows where each has documents of its own, else None."""
+        return len(self.documents) if self.documents and isinstance(self.documents[0], tuple) else None
+
+    def check_seqlen(self, seqlen: int) -> None:
+        """Raise ValueError unless the documents end at seqlen."""
+        for row in self.document_rows(seqlen) if self.documents is not None else []:
+            if row[-1] != seqlen:
+                raise ValueError(
+                    f"documents must end at the sequence length: the last entry is {row[-1]}, seqlen={seqlen}; "
+                    "count padding as a document of its own"
+                )
+
+    def document_rows(self, seqlen: int) -> list[Array]:
+        """Cumulative document lengths for each distinct batch row, int64; one whole document where there are none."""
+        if self.documents is None:
+            return [np.array([0, seqlen], dtype=np.int64)]
+        rows = self.documents if self.batch is not None else (self.documents,)
+        return [np.array(row, dtype=np.int64) for row in rows]
+
+    def pieces(self, seqlen: int) -> list[Pieces]:
+        """The intervals of positions 0 ... seqlen-1, for each distinct batch row."""
+        return [self._pieces(bounds) for bounds in self.document_rows(seqlen)]
+
+    def _pieces(self, bounds: Array) -> Pieces:
+        first, last = bounds[:-1, None], bounds[1:, None]
+        left, right = self.window or (None, None)
+        right = 0 if self.causal else right
+        # where an interval's end changes its form: behind the left window, before the document's end, at the prefix's end
+        edges = [first, last]
+        if left is not None:
+            edges.append(np.clip(first + left, first, last))
+        if right is not None:
+            edges.append(np.clip(last - right, first, last))
+        if right is not None and self.prefix:
+            edges.append(np.clip(np.full_like(first, self.prefix - right - 1), first, last))
+        cuts = np.sort(np.concatenate(edges, axis=1), axis=1)
+        begins, ends = cuts[:, :-1], cuts[:, 1:]
+        filled = begins < ends
+        first, last = (np.broadcast_to(x, begins.shape)[filled] for x in (first, last))
+        at = begins[filled]
+        slides = np.zeros(len(at), dtype=bool) if left is None else at - left >= first
+        begin = np.where(slides, -(left or 0), first)
+        reach = at + (right or 0) + 1
+        moves = np.zeros_like(slides) if right is None else reach <= last
+        end = np.where(moves, (right or 0) + 1, last)
+        if self.prefix and right is not None:
+            prefix = np.minimum(self.prefix, last)
+            end, moves = np.where(reach < prefix, prefix, end), moves & (reach >= prefix)
+        return Pieces(at, ends[filled], begin, slides.astype(np.int64), end, moves.astype(np.int64))
+
+    def row_work(self, seqlen: int) -> Array:
+        """Visible keys of each position, summed over distinct batch rows: int64 (seqlen,)."""
+        self.check_seqlen(seqlen)
+        work = np.zeros(seqlen, dtype=np.int64)
+        for p in self.pieces(seqlen):
+            count = p.last - p.first
+            at = np.arange(seqlen)
+            work += np.repeat(p.end - p.begin, count) + np.repeat(p.end_slope - p.begin_slope, count) * at
+        return work
+
+
+def _window(window: object) -> tuple[int | None, int | None] | None:
+    if window is None:
+        return None
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"window must be (left, right), each a number of keys or None: window={window!r}")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"window must be (left, right), each a number of keys or None: window={window!r}")
+        if side is not None and side < 0:
+            raise ValueError(f"window must not be negative: window={tuple(window)}; None is unbounded on that side")
+    return None if tuple(window) == (None, None) else (window[0], window[1])
+
+
+def document_bounds(documents: Documents | Sequence | Tensor) -> Documents:
+    """Cumulative document lengths as host tuples, checked: start at 0, do not descend, one list or one per batch row."""
+    rows = documents.tolist() if isinstance(documents, Tensor | np.ndarray) else documents
+    if not isinstance(rows, tuple | list) or not rows:
+        raise TypeError(f"documents must be cumulative lengths (0, ..., seqlen) or one tuple per batch row: {documents!r}")
+    if isinstance(rows[0], tuple | list | Tensor):
+        return tuple(
+            _one_row(row.tolist() if isinstance(row, Tensor) else row, f"documents[{i}]") for i, row in enumerate(rows)
+        )
+    return _one_row(rows, "documents")
+
+
+def _one_row(row: Sequence, name: str) -> tuple[int, ...]:
+    if not isinstance(row, tuple | list) or len(row) < 1:
+        raise TypeError(f"{name} must be cumulative lengths (0, ..., seqlen): {row!r}")
+    if any(isinstance(x, bool) or not isinstance(x, int) for x in row):
+        raise TypeError(f"{name} must hold ints: {row!r:.120}")
+    if row[0] != 0:
+        raise ValueError(f"{name} must start at 0: {name}[0]={row[0]}; pass cumulative lengths (0, len0, len0+len1, ...)")
+    for i in range(1, len(row)):
+        if row[i] < row[i - 1]:
+            raise ValueError(f"{name} must be ascending: entry {i - 1} is {row[i - 1]}, entry {i} is {row[i]}")
+    return tuple(row)

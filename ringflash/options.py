@@ -1,0 +1,34 @@
+"""Options that choose how attention is computed, never what it computes."""
+
+from dataclasses import dataclass
+
+_CHOICES = {
+    "transport": ("auto", "p2p"),
+    "schedule": ("auto", "rotate", "direct"),
+    "check": ("first", "always", "never"),
+    "kernel": ("auto", "reference", "triton"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a ring runs. Every rank must pass the same.
+
+    transport: what moves blocks ("auto", "p2p"). schedule: the plan's generator ("auto", "rotate", "direct").
+    check: when ranks compare what they were called with: "first" (the first 16 calls of a group), "always", "never".
+    deterministic: the same inputs give the same bits; every path honours it. kernel: "auto", "reference", "triton".
+    Raises ValueError for any other value.
+    """
+
+    transport: str = "auto"
+    schedule: str = "auto"
+    check: str = "first"
+    deterministic: bool = False
+    kernel: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}: {name}={getattr(self, name)!r}")
+        if not isinstance(self.deterministic, bool):
+            raise TypeError(f"deterministic must be True or False: deterministic={self.deterministic!r}")

@@ -1,0 +1,198 @@
+"""Plans: frozen data that say which block each rank attends at each step and which transfers put it there.
+
+The exchange is a function of the plan alone, never of one rank's data, `requires_grad` or timing, so both ends of every
+hop agree. A generator turns "which rank needs which block" into steps:
+
+- rotate: every block moves to the next rank each step and stops behind the last rank that needs it;
+- direct: a block goes straight from its owner to each rank that needs it, and nowhere else.
+
+dK/dV of a block go home along the same lines: rotate carries one partial from rank to rank and adds on the way, direct
+sends each rank's partial straight to the owner. Either way every addition has its fixed place: the result is the same
+bits every time.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringflash.intervals import KeyTable, RowPieces, local_intervals, needed_blocks, row_pieces, visible_pairs
+from ringflash.layout import Layout
+from ringflash.mask import Mask
+
+Array = np.ndarray
+
+
+class Transfer(NamedTuple):
+    """A block's K and V (or its partial dK and dV) go from one rank to another."""
+
+    block: int
+    source: int
+    target: int
+
+
+class Step(NamedTuple):
+    """attend[r]: the block rank r attends (None: none), while `transfers` bring blocks of later steps and `grads` carry
+    the partial dK/dV that were complete before this step (backward only)."""
+
+    attend: tuple[int | None, ...]
+    transfers: tuple[Transfer, ...]
+    grads: tuple[Transfer, ...]
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is attended or moves."""
+        return bool(self.transfers or self.grads) or any(block is not None for block in self.attend)
+
+
+class Turn(NamedTuple):
+    """One rank's part of a step: what it attends, sends and receives as (block, other rank), and drops afterwards."""
+
+    attend: int | None
+    last: bool  # nothing is attended after this turn: the state is finished here
+    sends: tuple[tuple[int, int], ...]
+    recvs: tuple[tuple[int, int], ...]
+    grad_sends: tuple[tuple[int, int], ...]
+    grad_recvs: tuple[tuple[int, int], ...]
+    drop: tuple[int, ...]  # received blocks that no later turn attends or sends
+
+
+def rotate(needs: Array) -> list[Step]:
+    """Steps in which every block moves one rank on per step, up to the last rank that needs it."""
+    size = len(needs)
+    hops = [[t for t in range(1, size) if needs[(b + t) % size, b]] for b in range(size)]
+    n_steps = 1 + max((h[-1] for h in hops if h), default=0)
+    steps = []
+    for t in range(n_steps + 1):
+        moves = tuple(Transfer(b, (b + t) % size, (b + t + 1) % size) for b in range(size) if hops[b] and t < hops[b][-1])
+        grads = tuple(_chain(b, t, hops[b], size) for b in range(size) if hops[b] and hops[b][0] < t <= hops[b][-1] + 1)
+        here = [(r - t) % size for r in range(size)]
+        attend = tuple(b if t in hops[b] or t == 0 else None for b in here)
+        steps.append(Step(attend, moves, grads))
+    return steps
+
+
+def _chain(block: int, step: int, hops: list[int], size: int) -> Transfer:
+    """The partial dK/dV of a block moves on with it, and home from the last rank that needed it."""
+    source = (block + step - 1) % size
+    return Transfer(block, source, block if step > hops[-1] else (block + step) % size)
+
+
+def direct(needs: Array) -> list[Step]:
+    """Steps in which each rank receives a block it needs straight from the owner; ranks take turns by distance."""
+    size = len(needs)
+    offsets = [d for d in range(1, size) if any(needs[r, (r - d) % size] for r in range(size))]
+    turns = [tuple(range(size))]  # the block attended by each rank, step by step
+    for d in offsets:
+        turns.append(tuple((r - d) % size if needs[r, (r - d) % size] else None for r in range(size)))
+    steps = []
+    for t in range(len(turns) + 1):
+        attend = turns[t] if t < len(turns) else (None,) * size
+        coming = turns[t + 1] if t + 1 < len(turns) else ()
+        done = turns[t - 1] if t > 1 else ()
+        moves = tuple(Transfer(b, b, r) for r, b in enumerate(coming) if b is not None)
+        grads = tuple(Transfer(b, r, b) for r, b in enumerate(done) if b is not None)
+        steps.append(Step(attend, moves, grads))
+    return steps
+
+
+SCHEDULES: dict[str, Callable[[Array], list[Step]]] = {"rotate": rotate, "direct": direct}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything a ring needs to know about one (layout, mask, schedule): intervals, needed blocks, steps.
+
+    schedule is the one that was picked ("rotate" or "direct"), and why. needs bool (size, size): needs[r, b], rank r sees a key of
+    block b. rows[r]: rank r's global intervals, one entry per distinct batch row.
+    """
+
+    layout: Layout
+    kv_layout: Layout
+    mask: Mask
+    schedule: str
+    why: str
+    needs: Array
+    steps: tuple[Step, ...]
+    rows: tuple[tuple[RowPieces, ...], ...]
+    keys: KeyTable
+    _tables: dict
+
+    @property
+    def size(self) -> int:
+        """Ring size."""
+        return self.layout.size
+
+    @functools.cached_property
+    def turns(self) -> tuple[tuple[Turn, ...], ...]:
+        """turns[r]: rank r's own part of every step."""
+        return tuple(tuple(_turns(self.steps, rank)) for rank in range(self.size))
+
+    def attended(self, rank: int) -> list[int]:
+        """The blocks that a rank attends, in order of the steps; its own is always the first."""
+        return [turn.attend for turn in self.turns[rank] if turn.attend is not None]
+
+    def work(self, rank: int) -> Array:
+        """int64 (size,): visible (query, key) pairs of a rank with every block, per head, mean over distinct batch rows."""
+        return visible_pairs(self.rows[rank], self.keys, self.size) // len(self.rows[rank])
+
+    def intervals(self, rank: int, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:
+        """Local (begin, end) of the rank's rows in each block it attends: int32 (1 or batch, seqlen_q), on the device.
+
+        Made once per device and stream (another stream would have to wait for this one) and kept with the plan: 8 bytes
+        per row and attended block.
+        """
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = (rank, device, stream)
+        if key not in self._tables:
+            with torch.inference_mode(False), torch.no_grad():
+                self._tables[key] = local_intervals(
+                    self.rows[rank], self.layout.lengths[rank], self.keys, self.attended(rank), device
+                )
+        return self._tables[key]
+
+
+def _turns(steps: tuple[Step, ...], rank: int) -> list[Turn]:
+    used: dict[int, int] = {}  # block -> the last step at which this rank attends or sends it
+    for t, step in enumerate(steps):
+        attended = () if step.attend[rank] is None else (step.attend[rank],)
+        for block in (*attended, *(x.block for x in step.transfers if x.source == rank)):
+            used[block] = t
+    last = max(t for t, step in enumerate(steps) if step.attend[rank] is not None)
+    turns = []
+    for t, step in enumerate(steps):
+        sends, grad_sends = (tuple((x.block, x.target) for x in xs if x.source == rank) for xs in (step.transfers, step.grads))
+        recvs, grad_recvs = (tuple((x.block, x.source) for x in xs if x.target == rank) for xs in (step.transfers, step.grads))
+        drop = tuple(block for block, at in used.items() if at == t and block != rank)
+        turns.append(Turn(step.attend[rank], t == last, sends, recvs, grad_sends, grad_recvs, drop))
+    return turns
+
+
+@functools.lru_cache(maxsize=16)  # one entry keeps 8 bytes per global token on the device
+def make_plan(layout: Layout, mask: Mask, kv_layout: Layout | None = None, schedule: str = "auto") -> Plan:
+    """The plan of a ring whose queries lie as `layout` and keys as `kv_layout` (default: alike) under the mask.
+
+    schedule "auto" takes direct where that moves fewer blocks, else rotate (its traffic is between neighbours only).
+    """
+    keys_layout = kv_layout or layout
+    extent = max(layout.end, keys_layout.end)
+    pieces = mask.pieces(extent)
+    rows = tuple(tuple(row_pieces(runs, p) for p in pieces) for runs in layout.runs)
+    keys = KeyTable(keys_layout.runs, extent)
+    per_batch_row = [needed_blocks([r[i] for r in rows], keys, layout.size) for i in range(len(pieces))]
+    needs = np.logical_or.reduce(per_batch_row)
+    schedule, why = _choose(needs) if schedule == "auto" else (schedule, "asked for")
+    steps = tuple(step for step in SCHEDULES[schedule](needs) if step.busy)
+    return Plan(layout, keys_layout, mask, schedule, why, needs, steps, rows, keys, {})
+
+
+def _choose(needs: Array) -> tuple[str, str]:
+    """(schedule, why): direct where it moves fewer blocks."""
+    hops = {name: sum(len(step.transfers) for step in generate(needs)) for name, generate in SCHEDULES.items()}
+    if hops["direct"] < hops["rotate"]:
+        return "direct", f"moves {hops['direct']} blocks, rotate would move {hops['rotate']}"
+    return "rotate", f"moves {hops['rotate']} blocks between neighbours, direct no fewer"

@@ -1,0 +1,120 @@
+"""The algorithm: attend one block while the plan's transfers bring the next; backward goes the same way.
+
+Nothing here knows how a plan was made, what a tile runs on or what a transport moves bytes with.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ringflash.plan import Plan, Turn
+
+Pair = tuple[Tensor, Tensor]  # (k, v) of a block, or its (dk, dv)
+
+
+class _Pending(Protocol):
+    def wait(self) -> None: ...
+
+
+class Transport(Protocol):
+    """What the loop needs of a transport."""
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], /) -> _Pending: ...
+
+
+class TileLike(Protocol):
+    """What the loop needs of a tile (kernels/README.md)."""
+
+    def segment(self, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, /) -> object: ...
+    def forward(self, q: Tensor, segments: list, scale: float, state: object, finish: bool, /) -> tuple[Tensor, ...]: ...
+    def backward(
+        self, dout: Tensor, q: Tensor, segments: list, lse: Tensor, delta: Tensor, scale: float, dq: Tensor, dkv: list, /
+    ) -> None: ...
+
+
+class Ring:
+    """One rank's way through a plan: its place, its tile and its transport."""
+
+    def __init__(self, plan: Plan, rank: int, tile: TileLike, transport: Transport | None, scale: float) -> None:
+        self.plan, self.rank, self.tile, self.transport, self.scale = plan, rank, tile, transport, scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse) of this rank's queries over the keys of all ranks."""
+        held, state = self._own(k, v), None
+        for turn in self.plan.turns[self.rank]:
+            arriving, _, pending = self._post(turn, held, {}, q.device)
+            if turn.attend is not None:
+                state = self.tile.forward(q, [self._segment(held, turn.attend, q)], self.scale, state, turn.last)
+            if pending is not None:
+                pending.wait()
+            _turn_over(held, arriving, turn)
+        assert state is not None and len(state) == 2
+        return state
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Pair]:
+        """float32 dq and (dk, dv) of this rank's tokens: the gradient of the sum over ranks of their local losses."""
+        held, partial = self._own(k, v), {}
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        for turn in self.plan.turns[self.rank]:
+            arriving, arriving_grads, pending = self._post(turn, held, partial, q.device, grads=True)
+            if turn.attend is not None:
+                block = turn.attend
+                partial[block] = partial.get(block) or _zeros_like(held[block])
+                segments = [self._segment(held, block, q)]
+                self.tile.backward(dout, q, segments, lse, delta, self.scale, dq, [partial[block]])
+            if pending is not None:
+                pending.wait()
+            _turn_over(held, arriving, turn)
+            for block, grads in arriving_grads:
+                partial[block] = _add(partial.get(block), grads)
+        return dq, partial[self.rank]
+
+    def _own(self, k: Tensor, v: Tensor) -> dict[int, Pair]:
+        """The blocks this rank holds: its own, contiguous if it is to be sent."""
+        sent = any(turn.sends for turn in self.plan.turns[self.rank])
+        return {self.rank: (k.contiguous(), v.contiguous()) if sent else (k, v)}
+
+    def _segment(self, held: dict[int, Pair], block: int, q: Tensor) -> object:
+        return self.tile.segment(*held[block], *self.plan.intervals(self.rank, q.device)[block])
+
+    def _post(
+        self, turn: Turn, held: dict[int, Pair], partial: dict[int, Pair], device: torch.device, grads: bool = False
+    ) -> tuple[dict[int, Pair], list[tuple[int, Pair]], _Pending | None]:
+        """Start a turn's transfers, K and V (and dK and dV) in one batch: (arriving blocks, arriving dK/dV, their end)."""
+        arriving = {block: self._room_for(block, held) for block, _ in turn.recvs}
+        arriving_grads: list[tuple[int, Pair]] = []
+        sends = [(x, to) for block, to in turn.sends for x in held[block]]
+        recvs = [(x, source) for block, source in turn.recvs for x in arriving[block]]
+        if grads:
+            arriving_grads = [(block, self._room_for(block, held, torch.float32)) for block, _ in turn.grad_recvs]
+            sends += [(x, to) for block, to in turn.grad_sends for x in partial.pop(block)]
+            recvs += [(x, turn.grad_recvs[i][1]) for i, (_, pair) in enumerate(arriving_grads) for x in pair]
+        if not sends and not recvs:
+            return arriving, arriving_grads, None
+        assert self.transport is not None
+        return arriving, arriving_grads, self.transport.exchange(sends, recvs)
+
+    def _room_for(self, block: int, held: dict[int, Pair], dtype: torch.dtype | None = None) -> Pair:
+        """Empty K and V (or dK and dV) of another rank's block: this rank's shapes, that rank's length."""
+        length = self.plan.kv_layout.lengths[block]
+        k, v = (x.new_empty(x.shape[0], length, *x.shape[2:], dtype=dtype) for x in held[self.rank])
+        return k, v
+
+
+def _turn_over(held: dict[int, Pair], arriving: dict[int, Pair], turn: Turn) -> None:
+    held.update(arriving)
+    for block in turn.drop:
+        del held[block]
+
+
+def _zeros_like(pair: Pair) -> Pair:
+    k, v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in pair)
+    return k, v
+
+
+def _add(into: Pair | None, grads: Pair) -> Pair:
+    if into is None:
+        return grads
+    return into[0].add_(grads[0]), into[1].add_(grads[1])

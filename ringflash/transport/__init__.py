@@ -1,0 +1,1 @@
+"""Transports move tensors between the ranks of a ring and know nothing of attention."""

@@ -1,0 +1,175 @@
+"""Who takes part in a ring: this process's rank, the others, and process groups of the ring's own to talk over."""
+
+import datetime
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+_LEFT = "ringflash/left"  # store key: why a rank left without joining an exchange
+
+
+@dataclass(eq=False)
+class Communicator:
+    """One ring's membership. `rank` and `size` are places in sequence order; `ranks` the global rank of each place.
+
+    groups holds a process group of the ring's own per device type, so that its traffic never mixes with the caller's.
+    calls counts the ring's calls on this process: when a collective check runs depends on it alone.
+    """
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    groups: dict[str, ProcessGroup] = field(default_factory=dict)
+    calls: int = 0
+
+    @property
+    def control(self) -> tuple[ProcessGroup, torch.device]:
+        """The group and device of small collectives: the CPU where it has a group, else the current GPU."""
+        if "cpu" in self.groups:
+            return self.groups["cpu"], torch.device("cpu")
+        return self.groups["cuda"], torch.device("cuda", torch.cuda.current_device())
+
+    def device(self) -> torch.device:
+        """Where this ring's data are expected: the current GPU if its group serves GPUs, else the CPU."""
+        on_gpu = torch.cuda.is_available() and (self.size == 1 or "cuda" in self.groups)
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def gather_bytes(self, message: bytes, limit: int = 2048) -> list[bytes]:
+        """Every rank's message, in rank order (longer ones are cut at `limit`). A collective with one host synchronisation."""
+        if self.size == 1:
+            return [message]
+        group, device = self.control
+        mine = torch.zeros(limit, dtype=torch.uint8)
+        cut = message[:limit]
+        mine[: len(cut)] = torch.frombuffer(bytearray(cut), dtype=torch.uint8) if cut else mine[:0]
+        mine = mine.to(device)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine, group=group)
+        by_global = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
+        return [bytes(by_global[r].cpu().numpy()).rstrip(b"\0") for r in self.ranks]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks (x itself at size 1)."""
+        if self.size == 1:
+            return x
+        x = x.clone()
+        dist.all_reduce(x, group=self.group_for(x.device.type))
+        return x
+
+    def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
+        """Every rank's x, in rank order; they differ in length along dim only, as `lengths` says."""
+        if self.size == 1:
+            return [x]
+        group = self.group_for(x.device.type)
+        moved = x.movedim(dim, 0).contiguous()
+        padded = moved.new_zeros(max(lengths), *moved.shape[1:])
+        padded[: len(moved)] = moved
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        if padded.numel():  # bytes, so that every dtype travels over every backend
+            dist.all_gather([_bytes(p) for p in parts], _bytes(padded), group=group)
+        by_global = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
+        return [by_global[r][:n].movedim(0, dim) for r, n in zip(self.ranks, lengths, strict=True)]
+
+    def group_for(self, device_type: str) -> ProcessGroup:
+        """The ring's group for tensors of this device type."""
+        if device_type not in self.groups:
+            has = " and ".join(sorted(self.groups))
+            raise ValueError(
+                f"group must move {device_type} tensors: its backend serves {has} only; "
+                "use init_process_group() without a backend, or nccl for GPUs and gloo for CPUs"
+            )
+        return self.groups[device_type]
+
+    def leave_word(self, error: BaseException) -> None:
+        """Leave for the other ranks why this one will not join their exchange."""
+        for group in self.groups.values():
+            group.get_group_store().set(_LEFT, f"rank {self.rank} raised {type(error).__name__}: {error}"[:1000])
+
+    def word_left(self) -> str | None:
+        """What a rank that left had to say, if one did."""
+        for group in self.groups.values():
+            store = group.get_group_store()
+            if store.check([_LEFT]):
+                return store.get(_LEFT).decode()
+        return None
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+_known: "weakref.WeakKeyDictionary[object, Communicator]" = weakref.WeakKeyDictionary()
+
+
+def communicator(group: ProcessGroup | DeviceMesh | None = None) -> Communicator:
+    """The communicator of a group, made at the first call: all ranks of the group meet here.
+
+    group: None is the default group, or a ring of size 1 where torch.distributed is not initialised. In a 1-D DeviceMesh
+    the rank is the mesh coordinate. Raises TypeError or ValueError for anything else, or where this process is no member.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            return Communicator(0, 1, (0,))
+        group = dist.group.WORLD
+    if group not in _known:
+        _known[group] = _make(group)
+    return _known[group]
+
+
+def _make(group: object) -> Communicator:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group must be a 1-D DeviceMesh: it has {group.ndim} dimensions; take one with mesh['name']")
+        ranks, rank, parent = tuple(group.mesh.tolist()), group.get_local_rank(), group.get_group()
+    elif isinstance(group, ProcessGroup):
+        ranks, rank, parent = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group
+    else:
+        raise TypeError(f"group must be None, a ProcessGroup or a 1-D DeviceMesh: group={group!r} (is this rank a member?)")
+    if rank < 0:
+        raise ValueError(f"group must have this process as a member: its ranks are {ranks}")
+    groups = {} if len(ranks) == 1 else _own_groups(parent, ranks)
+    return Communicator(rank, len(ranks), ranks, groups)
+
+
+def _own_groups(parent: ProcessGroup, ranks: Sequence[int]) -> dict[str, ProcessGroup]:
+    """A process group per device type that the parent serves, each opened by one tiny collective of all its ranks."""
+    backends = dict(item.split(":") for item in str(dist.get_backend_config(parent)).split(","))
+    groups: dict[str, ProcessGroup] = {}
+    if backends.get("cpu") not in (None, "nccl"):
+        groups["cpu"] = _open(parent, ranks, backends["cpu"], torch.device("cpu"))
+    if backends.get("cuda") == "nccl" and torch.cuda.is_available():
+        groups["cuda"] = _open(parent, ranks, "nccl", torch.device("cuda", torch.cuda.current_device()))
+    if not groups:
+        raise ValueError(f"group must use gloo or nccl: its backends are {backends}")
+    return groups
+
+
+def _open(parent: ProcessGroup, ranks: Sequence[int], backend: str, device: torch.device) -> ProcessGroup:
+    group = dist.new_group(
+        sorted(ranks),
+        timeout=_timeout(parent, device),
+        backend=backend,
+        pg_options=_nccl_options() if backend == "nccl" else None,
+        use_local_synchronization=True,
+    )
+    # The first point-to-point batch on a fresh NCCL group would have to include all its ranks; after this it need not.
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return group
+
+
+def _timeout(parent: ProcessGroup, device: torch.device) -> datetime.timedelta | None:
+    """The caller's own timeout for this kind of traffic."""
+    return getattr(parent._get_backend(device).options, "_timeout", None)
+
+
+def _nccl_options() -> object:
+    """Transfers run beside a kernel that fills the GPU: they go first, and on few multiprocessors."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 8
+    return options
