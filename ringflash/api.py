@@ -46,8 +46,14 @@ def ring_attention(
 
     Raises ValueError, TypeError or NotImplementedError for wrong input, on every rank, before anything moves.
     """
-    comm = communicator(group)
-    given = layout, kv_layout, mask, scale, options
+    return attend_over(communicator(group), q, k, v, given=(layout, kv_layout, mask, scale, options), return_lse=return_lse)
+
+
+def attend_over(
+    comm: Communicator, q: Tensor, k: Tensor, v: Tensor, *, given: tuple, return_lse: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """ring_attention on a communicator; given is (layout, kv_layout, mask, scale, options), not yet checked."""
+    options = given[-1]
     (q, k, v), call = _checked(comm, lambda: _prepare(q, k, v, comm, given), options)
     tile = pick(options.kernel, q.device.type)
     plan = make_plan(call.layout, call.mask, call.kv_layout, options.schedule)

@@ -7,6 +7,7 @@ enter it alone. A rank with a local error sends the error in place of its facts,
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -161,7 +162,7 @@ def agree(comm: _Gathers, mine: dict[str, object] | Exception, check: str) -> No
     comm.calls += 1
     checked = check == "always" or (check == "first" and comm.calls <= FIRST_CALLS)
     if comm.size > 1 and checked:
-        sent = {"error": f"{type(mine).__name__}: {mine}"} if isinstance(mine, Exception) else mine
+        sent: Mapping[str, object] = {"error": f"{type(mine).__name__}: {mine}"} if isinstance(mine, Exception) else mine
         answers = [json.loads(x) for x in comm.gather_bytes(json.dumps(_shorten(sent)).encode(), limit=4096)]
         if not isinstance(mine, Exception):
             _compare(answers, comm.rank)
@@ -169,7 +170,7 @@ def agree(comm: _Gathers, mine: dict[str, object] | Exception, check: str) -> No
         raise mine
 
 
-def _shorten(sent: dict[str, object]) -> dict[str, object]:
+def _shorten(sent: Mapping[str, object]) -> dict[str, object]:
     return {name: value[:800] if isinstance(value, str) else value for name, value in sent.items()}
 
 

@@ -3,8 +3,8 @@
 Nothing here knows how a plan was made, what a tile runs on or what a transport moves bytes with.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,17 +21,28 @@ class _Pending(Protocol):
 class Transport(Protocol):
     """What the loop needs of a transport."""
 
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], /) -> _Pending: ...
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], /) -> _Pending:
+        """Start all transfers, (contiguous tensor, other rank) each, in one batch."""
+        ...
 
 
 class TileLike(Protocol):
     """What the loop needs of a tile (kernels/README.md)."""
 
-    def segment(self, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, /) -> object: ...
-    def forward(self, q: Tensor, segments: list, scale: float, state: object, finish: bool, /) -> tuple[Tensor, ...]: ...
-    def backward(
-        self, dout: Tensor, q: Tensor, segments: list, lse: Tensor, delta: Tensor, scale: float, dq: Tensor, dkv: list, /
-    ) -> None: ...
+    @property
+    def segment(self) -> Callable[..., Any]:
+        """Make a segment from (k, v, begin, end)."""
+        ...
+
+    @property
+    def forward(self) -> Callable[..., tuple[Tensor, ...]]:
+        """(q, segments, scale, state, finish) -> the next state, or (out, lse)."""
+        ...
+
+    @property
+    def backward(self) -> Callable[..., None]:
+        """(dout, q, segments, lse, delta, scale, dq, dkv): adds into dq and dkv."""
+        ...
 
 
 class Ring:
@@ -42,16 +53,16 @@ class Ring:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries over the keys of all ranks."""
-        held, state = self._own(k, v), None
+        held, state = self._own(k, v), ()
         for turn in self.plan.turns[self.rank]:
             arriving, _, pending = self._post(turn, held, {}, q.device)
             if turn.attend is not None:
-                state = self.tile.forward(q, [self._segment(held, turn.attend, q)], self.scale, state, turn.last)
+                state = self.tile.forward(q, [self._segment(held, turn.attend, q)], self.scale, state or None, turn.last)
             if pending is not None:
                 pending.wait()
             _turn_over(held, arriving, turn)
-        assert state is not None and len(state) == 2
-        return state
+        out, lse = state  # finished in the last turn that attends; the own block is always attended
+        return out, lse
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Pair]:
         """float32 dq and (dk, dv) of this rank's tokens: the gradient of the sum over ranks of their local losses."""

@@ -151,7 +151,7 @@ def _own_groups(parent: ProcessGroup, ranks: Sequence[int]) -> dict[str, Process
 
 
 def _open(parent: ProcessGroup, ranks: Sequence[int], backend: str, device: torch.device) -> ProcessGroup:
-    group = dist.new_group(
+    group: ProcessGroup = dist.new_group(  # pyright: ignore[reportAssignmentType]
         sorted(ranks),
         timeout=_timeout(parent, device),
         backend=backend,
