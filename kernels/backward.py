@@ -21,22 +21,25 @@ def _load_lse(lse_ptr, rows, valid):
 
 
 @triton.jit
-def _dq_step(q_blk, dout_blk, k, k_at, v, v_at, n0, hi, begin, end, lse, delta, dq, scale, MASK: tl.constexpr,
-             BLOCK_K: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr, HEADDIM_V: tl.constexpr,
+def _dq_step(q_blk, dout_blk, k, k_at, v, v_at, n0, row_keys, lse, delta, dq, scale, MASK: tl.constexpr,
+             BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr, HEADDIM_V: tl.constexpr,
              HEADDIM_V_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """One key block: dQ += dS K, dS = P * (dO V^T - delta)."""
-    k_blk = blocks.load_block(k, k_at, n0, hi, BLOCK_K, HEADDIM, HEADDIM_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM]
-    v_blk = blocks.load_block(v, v_at, n0, hi, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM_V]
-    x = tl.dot(q_blk, tl.trans(k_blk), input_precision=PRECISION) * scale  # [BLOCK_Q, BLOCK_K]
-    p = tl.math.exp2(x - lse[:, None])
-    ds = p * (tl.dot(dout_blk, tl.trans(v_blk), input_precision=PRECISION) - delta[:, None])
+    """One key block: dQ += dS K, dS = P * (dO V^T - delta). Keys that no row sees are zero in k_blk and v_blk."""
+    keys = n0 + tl.arange(0, BLOCK_K)
+    begin, end, hi = row_keys[0], row_keys[1], row_keys[2]
+    seen = keys < hi
     if MASK:
-        keys = n0 + tl.arange(0, BLOCK_K)
-        visible = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
-        ds = tl.where(visible, ds, 0.0)
-        seen = tl.max(visible.to(tl.int32), 0) > 0  # 0 * NaN is NaN
-        k_blk = tl.where(seen[:, None], k_blk, tl.zeros_like(k_blk))
-    return tl.dot(ds.to(k_blk.dtype), k_blk, dq, input_precision=PRECISION)
+        if row_keys[3]:  # gaps
+            seen = seen & blocks.seen_keys(keys, row_keys[4], row_keys[5], row_keys[6], row_keys[7], BLOCK_Q)
+    k_blk = blocks.load_block(k, k_at, n0, seen, BLOCK_K, HEADDIM, HEADDIM_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM]
+    v_blk = blocks.load_block(v, v_at, n0, seen, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM_V]
+    x = blocks.dot(q_blk, tl.trans(k_blk), None, PRECISION) * scale  # [BLOCK_Q, BLOCK_K]
+    dp = blocks.dot(dout_blk, tl.trans(v_blk), None, PRECISION)  # [BLOCK_Q, BLOCK_K]
+    p = tl.math.exp2(x - lse[:, None])
+    if MASK:
+        p = tl.where((keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None]), p, 0.0)
+    ds = p * (dp - delta[:, None])
+    return blocks.dot(ds.to(k_blk.dtype), k_blk, dq, PRECISION)
 
 
 @triton.jit
@@ -53,10 +56,10 @@ def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, ks,
     rows = first + tl.arange(0, BLOCK_Q)
     valid = rows < seqlen_q
 
-    q_at = blocks.slice_at(q_strides, b, h, ALIGN)
-    dout_at = blocks.slice_at(dout_strides, b, h, ALIGN)
-    q_blk = blocks.load_block(q_ptr, q_at, first, seqlen_q, BLOCK_Q, HEADDIM, HEADDIM_PAD, False, True)  # [BLOCK_Q, HEADDIM]
-    dout_blk = blocks.load_block(dout_ptr, dout_at, first, seqlen_q, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, False, True)
+    q_at = blocks.slice_at(q_strides, b, h, ALIGN, False)
+    dout_at = blocks.slice_at(dout_strides, b, h, ALIGN, False)
+    q_blk = blocks.load_block(q_ptr, q_at, first, valid, BLOCK_Q, HEADDIM, HEADDIM_PAD, False, True)  # [BLOCK_Q, HEADDIM]
+    dout_blk = blocks.load_block(dout_ptr, dout_at, first, valid, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, False, True)
     row_at = (b * nheads_q + h) * seqlen_q
     lse = _load_lse(lse_ptr + row_at, rows, valid)  # [BLOCK_Q]
     delta = tl.load(delta_ptr + row_at + rows, mask=valid, other=0.0)  # [BLOCK_Q]
@@ -65,8 +68,10 @@ def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, ks,
 
     for s in tl.range(0, SEGMENTS):
         interval_at = b * blocks.size(blocks.pick(interval_strides, s, SEGMENTS))
-        begin, end = blocks.load_interval(blocks.pick(begins, s, SEGMENTS) + interval_at,
-                                          blocks.pick(ends, s, SEGMENTS) + interval_at, rows, seqlen_q)  # fmt: skip
+        begin_ptr = blocks.pick(begins, s, SEGMENTS) + interval_at
+        end_ptr = blocks.pick(ends, s, SEGMENTS) + interval_at
+        begin, end = blocks.load_interval(begin_ptr, end_ptr, rows, seqlen_q)
+        gaps = blocks.has_gaps(begin, end_ptr, rows, first, valid)
         lo, full_lo, full_hi, hi = blocks.key_range(begin, end, valid, BLOCK_K)
         touched = touched | (hi > lo)
         if WAIT:
@@ -75,55 +80,52 @@ def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, ks,
         k, v = blocks.pick_view(ks, s, SEGMENTS, TMA), blocks.pick_view(vs, s, SEGMENTS, TMA)
         k_at = blocks.pick_at(k_strides, s, b, h // group, SEGMENTS, ALIGN, TMA)
         v_at = blocks.pick_at(v_strides, s, b, h // group, SEGMENTS, ALIGN, TMA)
+        row_keys = begin, end, hi, gaps, begin_ptr, end_ptr, first, tl.minimum(first + BLOCK_Q, seqlen_q)
         for t in tl.range(0, blocks.edge_count(lo, full_lo, full_hi, hi, BLOCK_K)):
             n0 = blocks.edge_block(t, lo, full_lo, full_hi, BLOCK_K)
-            dq = _dq_step(q_blk, dout_blk, k, k_at, v, v_at, n0, hi, begin, end, lse, delta, dq, scale * _LOG2E, True,
-                          BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+            dq = _dq_step(q_blk, dout_blk, k, k_at, v, v_at, n0, row_keys, lse, delta, dq, scale * _LOG2E, True,
+                          BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
         for n0 in tl.range(full_lo, full_hi, BLOCK_K):
-            dq = _dq_step(q_blk, dout_blk, k, k_at, v, v_at, n0, hi, begin, end, lse, delta, dq, scale * _LOG2E, False,
-                          BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+            dq = _dq_step(q_blk, dout_blk, k, k_at, v, v_at, n0, row_keys, lse, delta, dq, scale * _LOG2E, False,
+                          BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
 
-    cols = tl.arange(0, HEADDIM_PAD)
-    dq_ptrs = dq_ptr + ((b * seqlen_q + rows[:, None]) * nheads_q + h) * HEADDIM + cols[None, :]
-    mask = valid[:, None] & (cols[None, :] < HEADDIM) & touched
-    tl.store(dq_ptrs, tl.load(dq_ptrs, mask=mask, other=0.0) + dq * scale, mask=mask)
+    if touched:
+        _add(dq_ptr, dq * scale, seqlen_q, nheads_q, b, h, first, BLOCK_Q, HEADDIM, HEADDIM_PAD)
 
 
 @triton.jit
 def _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, hi, n0, lse_ptr, delta_ptr, begin_ptr, end_ptr, dk, dv, scale,
               MASK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr,
               HEADDIM_V: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """One row block, transposed: dV += P^T dO, dK += dS^T Q. A key that no row sees only spoils its own row, which stays masked."""
+    """One row block, transposed: dV += P^T dO, dK += dS^T Q. What a key that no row sees holds only spoils its own row of dK."""
     rows = m0 + tl.arange(0, BLOCK_Q)
-    valid = rows < hi
-    q_blk = blocks.load_block(q, q_at, m0, hi, BLOCK_Q, HEADDIM, HEADDIM_PAD, TMA, MASK)  # [BLOCK_Q, HEADDIM]
-    dout_blk = blocks.load_block(dout, dout_at, m0, hi, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, TMA, MASK)  # [BLOCK_Q, HEADDIM_V]
-    if MASK and TMA:  # rows past the hull: the tail of a buffer, or another head
-        q_blk = tl.where(valid[:, None], q_blk, tl.zeros_like(q_blk))
-        dout_blk = tl.where(valid[:, None], dout_blk, tl.zeros_like(dout_blk))
+    valid = rows < hi  # the rows behind may be the tail of a buffer, or another head's
+    q_blk = blocks.load_block(q, q_at, m0, valid, BLOCK_Q, HEADDIM, HEADDIM_PAD, TMA, MASK)  # [BLOCK_Q, HEADDIM]
+    dout_blk = blocks.load_block(dout, dout_at, m0, valid, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, TMA, MASK)  # [BLOCK_Q, HEADDIM_V]
     lse = _load_lse(lse_ptr, rows, valid)  # [BLOCK_Q]
-    delta = tl.load(delta_ptr + rows, mask=valid, other=0.0)  # [BLOCK_Q]
-    x = tl.dot(k_blk, tl.trans(q_blk), input_precision=PRECISION) * scale  # [BLOCK_K, BLOCK_Q]
+    x = blocks.dot(k_blk, tl.trans(q_blk), None, PRECISION) * scale  # [BLOCK_K, BLOCK_Q]
     p = tl.math.exp2(x - lse[None, :])
-    dp = tl.dot(v_blk, tl.trans(dout_blk), input_precision=PRECISION)  # [BLOCK_K, BLOCK_Q]
-    ds = p * (dp - delta[None, :])
     if MASK:
         begin, end = blocks.load_interval(begin_ptr, end_ptr, rows, hi)
         keys = n0 + tl.arange(0, BLOCK_K)
-        visible = (keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :])
-        p = tl.where(visible, p, 0.0)
-        ds = tl.where(visible, ds, 0.0)
-    dv = tl.dot(p.to(dout_blk.dtype), dout_blk, dv, input_precision=PRECISION)
-    dk = tl.dot(ds.to(q_blk.dtype), q_blk, dk, input_precision=PRECISION)
+        p = tl.where((keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :]), p, 0.0)
+    dv = blocks.dot(p.to(dout_blk.dtype), dout_blk, dv, PRECISION)
+    dp = blocks.dot(v_blk, tl.trans(dout_blk), None, PRECISION)  # [BLOCK_K, BLOCK_Q]
+    delta = tl.load(delta_ptr + rows, mask=valid, other=0.0)  # [BLOCK_Q]
+    ds = p * (dp - delta[None, :])
+    dk = blocks.dot(ds.to(q_blk.dtype), q_blk, dk, PRECISION)
     return dk, dv
 
 
 @triton.jit
 def _add(ptr, x, seqlen, nheads, b, h, first, BLOCK: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr):
     """Add x [BLOCK, HEADDIM_PAD] into rows first ... of a contiguous float32 (batch, seqlen, nheads, headdim)."""
-    rows, cols = first + tl.arange(0, BLOCK), tl.arange(0, HEADDIM_PAD)
-    ptrs = ptr + ((b * seqlen + rows[:, None]) * nheads + h) * HEADDIM + cols[None, :]
-    mask = (rows[:, None] < seqlen) & (cols[None, :] < HEADDIM)
+    ptr += ((b * seqlen + first) * nheads + h) * HEADDIM
+    rows, cols = tl.arange(0, BLOCK), tl.arange(0, HEADDIM_PAD)
+    ptrs = ptr + (rows[:, None] * (nheads * HEADDIM) + cols[None, :])  # 32 bits are enough inside a block
+    mask = rows[:, None] < seqlen - first
+    if HEADDIM != HEADDIM_PAD:
+        mask = mask & (cols[None, :] < HEADDIM)
     tl.store(ptrs, tl.load(ptrs, mask=mask, other=0.0) + x, mask=mask)
 
 
@@ -165,32 +167,39 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse_ptr, delta_ptr, ks, vs, k_
                 blocks.wait(blocks.pick(readys, s, SEGMENTS), False)
         k_at = blocks.pick_at(k_strides, s, b, hk, SEGMENTS, ALIGN, False)
         v_at = blocks.pick_at(v_strides, s, b, hk, SEGMENTS, ALIGN, False)
-        k_blk = blocks.load_block(blocks.pick(ks, s, SEGMENTS), k_at, n0, seqlen_k, BLOCK_K, HEADDIM, HEADDIM_PAD, False,
+        keys = n0 + tl.arange(0, BLOCK_K)
+        k_blk = blocks.load_block(blocks.pick(ks, s, SEGMENTS), k_at, n0, keys < seqlen_k, BLOCK_K, HEADDIM, HEADDIM_PAD, False,
                                   True)  # [BLOCK_K, HEADDIM]  # fmt: skip
-        v_blk = blocks.load_block(blocks.pick(vs, s, SEGMENTS), v_at, n0, seqlen_k, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, False,
+        v_blk = blocks.load_block(blocks.pick(vs, s, SEGMENTS), v_at, n0, keys < seqlen_k, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, False,
                                   True)  # [BLOCK_K, HEADDIM_V]  # fmt: skip
         dk = tl.zeros([BLOCK_K, HEADDIM_PAD], tl.float32)
         dv = tl.zeros([BLOCK_K, HEADDIM_V_PAD], tl.float32)
-        edges = blocks.edge_count(lo, full_lo, full_hi, hi, BLOCK_Q)
-        for t in tl.range(0, group * edges):  # the group's heads one after the other, in one pipelined loop
-            h = hk * group + t // edges
+        # The group's heads one after the other in one pipelined loop; counters, since a division costs more than a block's wait.
+        h, m0 = hk * group, blocks.lo_edge(lo, full_lo, full_hi)
+        for _ in tl.range(0, group * blocks.edge_count(lo, full_lo, full_hi, hi, BLOCK_Q)):
             row_at = (b * nheads_q + h) * seqlen_q
-            q_at = blocks.origin_of(blocks.slice_at(q_strides, b, h, ALIGN), TMA)
-            dout_at = blocks.origin_of(blocks.slice_at(dout_strides, b, h, ALIGN), TMA)
-            m0 = blocks.edge_block(t % edges, lo, full_lo, full_hi, BLOCK_Q)
+            q_at = blocks.slice_at(q_strides, b, h, ALIGN, TMA)
+            dout_at = blocks.slice_at(dout_strides, b, h, ALIGN, TMA)
             dk, dv = _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, hi, n0, lse_ptr + row_at, delta_ptr + row_at, begin_ptr,
                                end_ptr, dk, dv, scale * _LOG2E, True, BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V,
                                HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
-        fulls = (full_hi - full_lo) // BLOCK_Q
-        for t in tl.range(0, group * fulls):
-            h = hk * group + t // fulls
+            m0, again = blocks.next_block(m0, lo, full_lo, full_hi, hi, BLOCK_Q)
+            h += again.to(tl.int32)
+        h, m0 = hk * group, full_lo
+        for _ in tl.range(0, group * ((full_hi - full_lo) // BLOCK_Q)):
             row_at = (b * nheads_q + h) * seqlen_q
-            q_at = blocks.origin_of(blocks.slice_at(q_strides, b, h, ALIGN), TMA)
-            dout_at = blocks.origin_of(blocks.slice_at(dout_strides, b, h, ALIGN), TMA)
-            m0 = full_lo + t % fulls * BLOCK_Q
+            q_at = blocks.slice_at(q_strides, b, h, ALIGN, TMA)
+            dout_at = blocks.slice_at(dout_strides, b, h, ALIGN, TMA)
             dk, dv = _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, hi, n0, lse_ptr + row_at, delta_ptr + row_at, begin_ptr,
                                end_ptr, dk, dv, scale * _LOG2E, False, BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V,
                                HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+            m0 += BLOCK_Q
+            again = m0 >= full_hi
+            m0 = tl.where(again, full_lo, m0)
+            h += again.to(tl.int32)
+        if full_hi == full_lo:  # otherwise every key is seen
+            seen = blocks.seen_keys(keys, begin_ptr, end_ptr, lo, hi, blocks.power_above(hi - lo))
+            dk = tl.where(seen[:, None], dk, 0.0)
         _add(blocks.pick(dks, s, SEGMENTS), dk * scale, seqlen_k, nheads_k, b, hk, n0, BLOCK_K, HEADDIM, HEADDIM_PAD)
         _add(blocks.pick(dvs, s, SEGMENTS), dv, seqlen_k, nheads_k, b, hk, n0, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD)
 
@@ -202,16 +211,17 @@ def _delta_kernel(dout_ptr, dout_strides, out_ptr, out_strides, dlse_ptr, delta_
     row_blocks = tl.cdiv(seqlen_q, BLOCK_Q)
     first, head = tl.program_id(0) % row_blocks * BLOCK_Q, tl.program_id(0) // row_blocks
     b, h = (head // nheads_q).to(tl.int64), head % nheads_q
-    dout_at = blocks.slice_at(dout_strides, b, h, ALIGN)
-    out_at = blocks.slice_at(out_strides, b, h, ALIGN)
-    dout_blk = blocks.load_block(dout_ptr, dout_at, first, seqlen_q, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, False, True)
-    out_blk = blocks.load_block(out_ptr, out_at, first, seqlen_q, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, False, True)
-    delta = tl.sum(dout_blk.to(tl.float32) * out_blk.to(tl.float32), 1)  # [BLOCK_Q]
     rows = first + tl.arange(0, BLOCK_Q)
+    valid = rows < seqlen_q
+    dout_at = blocks.slice_at(dout_strides, b, h, ALIGN, False)
+    out_at = blocks.slice_at(out_strides, b, h, ALIGN, False)
+    dout_blk = blocks.load_block(dout_ptr, dout_at, first, valid, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, False, True)
+    out_blk = blocks.load_block(out_ptr, out_at, first, valid, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, False, True)
+    delta = tl.sum(dout_blk.to(tl.float32) * out_blk.to(tl.float32), 1)  # [BLOCK_Q]
     at = (b * nheads_q + h) * seqlen_q + rows
     if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + at, mask=rows < seqlen_q, other=0.0)
-    tl.store(delta_ptr + at, delta, mask=rows < seqlen_q)
+        delta -= tl.load(dlse_ptr + at, mask=valid, other=0.0)
+    tl.store(delta_ptr + at, delta, mask=valid)
 
 
 def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
@@ -229,7 +239,7 @@ def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     block = 64
     with portable.guard(out.device):
         _delta_kernel[(triton.cdiv(seqlen_q, block) * batch * nheads_q,)](
-            dout, portable.encode_strides(dout, align), out, portable.encode_strides(out, align), rows, result,
+            dout, portable.strides_of(dout, False, align), out, portable.strides_of(out, False, align), rows, result,
             portable.encode(seqlen_q, nheads_q), HAS_DLSE=dlse is not None, ALIGN=align, BLOCK_Q=block, HEADDIM_V=headdim_v,
             HEADDIM_V_PAD=config.padded(headdim_v),
         )  # fmt: skip
@@ -281,7 +291,7 @@ def launch_dq(
     chunk = options.chunk or portable.heads_together(portable.key_bytes(segments), group, heads)
     with portable.guard(q.device):
         _dq_kernel[(triton.cdiv(seqlen_q, tile.block_q) * heads,)](
-            q, portable.encode_strides(q, args.align), dout, portable.encode_strides(dout, args.align), lse, delta,
+            q, portable.strides_of(q, False, args.align), dout, portable.strides_of(dout, False, args.align), lse, delta,
             *args.keys, *args.intervals, dq, portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale, TMA=tma,
             FENCE=tma and q.device.type == "cuda", HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q,
             BLOCK_K=tile.block_k, num_warps=tile.warps, num_stages=tile.stages, **args.constexprs,
@@ -314,7 +324,7 @@ def launch_dkv(
     view = (lambda x: portable.describe(x, tile.block_q)) if tma else (lambda x: x)
     with portable.guard(q.device):
         _dkv_kernel[(key_blocks * heads,)](
-            view(q), portable.matrix_strides(q, tma, args.align), view(dout), portable.matrix_strides(dout, tma, args.align),
+            view(q), portable.strides_of(q, tma, args.align), view(dout), portable.strides_of(dout, tma, args.align),
             lse, delta, *args.keys, *args.intervals, tuple(dk for dk, _ in dkv), tuple(dv for _, dv in dkv),
             portable.encode(*seqlens_k), portable.encode(seqlen_q, nheads_q, group, heads, chunk, key_blocks), scale,
             TMA=tma, HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, FANOUT=256,

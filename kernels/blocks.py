@@ -28,17 +28,6 @@ def pick(xs, s, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def pick_strides(strides, s, SEGMENTS: tl.constexpr, ALIGN: tl.constexpr):
-    """(batch, row, head) strides of segment s in elements; ALIGN carries their divisibility to the loads."""
-    a, b, c = strides[0]
-    for i in tl.static_range(1, SEGMENTS):
-        a = tl.where(s == i, strides[i][0], a)
-        b = tl.where(s == i, strides[i][1], b)
-        c = tl.where(s == i, strides[i][2], c)
-    return size(a) * ALIGN, size(b) * ALIGN, size(c) * ALIGN
-
-
-@triton.jit
 def pick_view(xs, s, SEGMENTS: tl.constexpr, TMA: tl.constexpr):
     """xs[s] where xs are pointers or, with TMA, descriptors (which no select takes, but an if does)."""
     if TMA:
@@ -52,45 +41,46 @@ def pick_view(xs, s, SEGMENTS: tl.constexpr, TMA: tl.constexpr):
 
 
 @triton.jit
-def origin(offset, stride, TMA: tl.constexpr):
-    """Where a (batch, head) slice lies: (element offset, row stride), or its (row, column) in the descriptor's matrix."""
-    if TMA:
-        return (offset // stride).to(tl.int32), (offset % stride).to(tl.int32)
-    else:
-        return offset, stride
-
-
-@triton.jit
-def slice_at(strides, b, h, ALIGN: tl.constexpr):
-    """(element offset, row stride) of the (b, h) slice of a tensor with encoded (batch, row, head) strides."""
-    offset = (b * size(strides[0]) + h * size(strides[2])) * ALIGN
-    return offset, size(strides[1]) * ALIGN
-
-
-@triton.jit
-def origin_of(at, TMA: tl.constexpr):
-    return origin(at[0], at[1], TMA)
+def slice_at(strides, b, h, ALIGN: tl.constexpr, TMA: tl.constexpr):
+    """Where the (b, h) slice lies, from portable.strides_of: (element offset, row stride), or (row, column) of the descriptor."""
+    return _slice_at(strides[0], strides[1], strides[2], b, h, ALIGN, TMA)
 
 
 @triton.jit
 def pick_at(strides, s, b, h, SEGMENTS: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr):
-    """Where the (b, h) slice of segment s lies."""
-    stride_b, stride_n, stride_h = pick_strides(strides, s, SEGMENTS, ALIGN)
-    return origin(b * stride_b + h * stride_h, stride_n, TMA)
+    """slice_at for segment s."""
+    x, y, z = strides[0]
+    for i in tl.static_range(1, SEGMENTS):
+        x = tl.where(s == i, strides[i][0], x)
+        y = tl.where(s == i, strides[i][1], y)
+        z = tl.where(s == i, strides[i][2], z)
+    return _slice_at(x, y, z, b, h, ALIGN, TMA)
 
 
 @triton.jit
-def load_block(x, at, first, limit, BLOCK: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr,
-               TMA: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
-    """Rows first ... first+BLOCK-1 of a slice: [BLOCK, HEADDIM_PAD]. With CHECK rows from `limit` on are zero (not with TMA)."""
+def _slice_at(x, y, z, b, h, ALIGN: tl.constexpr, TMA: tl.constexpr):
     if TMA:
-        return x.load([at[0] + first, at[1]])
+        return b.to(tl.int32) * size32(x) + h * size32(y), h * size32(z)
+    else:
+        # ALIGN times a number keeps its divisibility, which widens the loads.
+        return (b * size(x) + h * size(y)) * ALIGN, size(z) * ALIGN
+
+
+@triton.jit
+def load_block(x, at, first, keep, BLOCK: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr,
+               TMA: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
+    """Rows first ... first+BLOCK-1 of a slice: [BLOCK, HEADDIM_PAD]. With CHECK the rows where keep [BLOCK] is False are zero."""
+    if TMA:
+        blk = x.load([at[0] + first, at[1]])
+        if CHECK:
+            blk = tl.where(keep[:, None], blk, tl.zeros_like(blk))
+        return blk
     else:
         rows = first + tl.arange(0, BLOCK)
         cols = tl.arange(0, HEADDIM_PAD)
         ptrs = x + at[0] + rows[:, None].to(tl.int64) * at[1] + cols[None, :]
         if CHECK:
-            mask = rows[:, None] < limit
+            mask = keep[:, None]
             if HEADDIM != HEADDIM_PAD:
                 mask = mask & (cols[None, :] < HEADDIM)
             return tl.load(ptrs, mask=mask, other=0.0)
@@ -98,6 +88,15 @@ def load_block(x, at, first, limit, BLOCK: tl.constexpr, HEADDIM: tl.constexpr, 
             return tl.load(ptrs, mask=cols[None, :] < HEADDIM, other=0.0)
         else:
             return tl.load(ptrs)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a b. "upcast" is for the interpreter, whose product takes bfloat16 bit patterns for integers."""
+    if PRECISION == "upcast":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -123,6 +122,36 @@ def key_range(begin, end, valid, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def has_gaps(begin, end_ptr, rows, first, valid):
+    """Whether the hull of the rows' keys may hold a key that none of them sees."""
+    end_before = tl.load(end_ptr + rows - 1, mask=valid & (rows > first), other=_NEVER)
+    return tl.max((begin > end_before).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def seen_keys(keys, begin_ptr, end_ptr, lo, hi, step):
+    """Which keys some row of [lo, hi) sees: the first row that ends after a key decides. `step`: a power of two >= hi - lo."""
+    step += hi * 0  # a run-time number even where the caller's is a constant
+    ended = keys * 0  # rows of [lo, hi) that end at or before the key
+    while step > 0:
+        further = ended + step
+        inside = further <= hi - lo
+        end = tl.load(end_ptr + lo + further - 1, mask=inside, other=0)
+        ended = tl.where(inside & (end <= keys), further, ended)
+        step = step // 2
+    begin = tl.load(begin_ptr + lo + ended, mask=ended < hi - lo, other=_NEVER)
+    return begin <= keys
+
+
+@triton.jit
+def power_above(n):
+    step = n * 0 + 1
+    while step < n:
+        step *= 2
+    return step
+
+
+@triton.jit
 def whole_blocks(lo, inner_lo, inner_hi, BLOCK: tl.constexpr):
     """The blocks of the grid lo, lo+BLOCK, ... inside [inner_lo, inner_hi); (lo, lo) where there are none."""
     first = lo + tl.cdiv(inner_lo - lo, BLOCK) * BLOCK
@@ -141,6 +170,20 @@ def edge_block(t, lo, full_lo, full_hi, BLOCK: tl.constexpr):
     """First index of edge block t: those left of the full part come first."""
     left = (full_lo - lo) // BLOCK
     return tl.where(t < left, lo + t * BLOCK, full_hi + (t - left) * BLOCK)
+
+
+@triton.jit
+def next_block(first, lo, full_lo, full_hi, hi, BLOCK: tl.constexpr):
+    """The edge block behind `first`, and whether the walk begins again: blocks go left part, right part."""
+    first += BLOCK
+    first = tl.where(first == full_lo, full_hi, first)
+    again = first >= hi
+    return tl.where(again, lo_edge(lo, full_lo, full_hi), first), again
+
+
+@triton.jit
+def lo_edge(lo, full_lo, full_hi):
+    return tl.where(full_lo > lo, lo, full_hi)
 
 
 @triton.jit

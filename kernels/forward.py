@@ -12,19 +12,19 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _step(q_blk, k, k_at, v, v_at, n0, hi, begin, end, acc, row_max, row_sum, scale,
-          MASK: tl.constexpr, BLOCK_K: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr,
+def _step(q_blk, k, k_at, v, v_at, n0, row_keys, acc, row_max, row_sum, scale,
+          MASK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr,
           HEADDIM_V: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """One key block: acc and sum are sums of exp2(x - max), rescaled when the running maximum moves."""
-    k_blk = blocks.load_block(k, k_at, n0, hi, BLOCK_K, HEADDIM, HEADDIM_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM]
-    scores = tl.dot(q_blk, tl.trans(k_blk), input_precision=PRECISION)  # [BLOCK_Q, BLOCK_K]
-    v_blk = blocks.load_block(v, v_at, n0, hi, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM_V]
+    keys = n0 + tl.arange(0, BLOCK_K)
+    begin, end, hi = row_keys[0], row_keys[1], row_keys[2]
+    k_blk = blocks.load_block(k, k_at, n0, keys < hi, BLOCK_K, HEADDIM, HEADDIM_PAD, TMA, MASK and not TMA)  # [BLOCK_K, HEADDIM]
+    scores = blocks.dot(q_blk, tl.trans(k_blk), None, PRECISION)  # [BLOCK_Q, BLOCK_K]
+    seen = keys < hi
     if MASK:
-        keys = n0 + tl.arange(0, BLOCK_K)
+        if row_keys[3]:  # gaps
+            seen = seen & blocks.seen_keys(keys, row_keys[4], row_keys[5], row_keys[6], row_keys[7], BLOCK_Q)
         visible = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
-        # A key that no row sees may hold anything, and 0 * NaN is NaN.
-        seen = tl.max(visible.to(tl.int32), 0) > 0
-        v_blk = tl.where(seen[:, None], v_blk, tl.zeros_like(v_blk))
         x = tl.where(visible, scores * scale, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(x, 1))
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen nothing: exp2(-inf - 0) = 0
@@ -35,7 +35,9 @@ def _step(q_blk, k, k_at, v, v_at, n0, hi, begin, end, acc, row_max, row_sum, sc
         p = tl.math.exp2(scores * scale - new_max[:, None])
         alpha = tl.math.exp2(row_max - new_max)
     row_sum = row_sum * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(v_blk.dtype), v_blk, acc * alpha[:, None], input_precision=PRECISION)
+    # A key that no row sees may hold anything, and 0 * NaN is NaN: it is zero in v_blk.
+    v_blk = blocks.load_block(v, v_at, n0, seen, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM_V]
+    acc = blocks.dot(p.to(v_blk.dtype), v_blk, acc * alpha[:, None], PRECISION)
     return acc, new_max, row_sum
 
 
@@ -63,8 +65,8 @@ def _kernel(q_ptr, q_strides, ks, vs, k_strides, v_strides, begins, ends, interv
     rows = first + tl.arange(0, BLOCK_Q)
     valid = rows < seqlen_q
 
-    q_at = blocks.slice_at(q_strides, b, h, ALIGN)
-    q_blk = blocks.load_block(q_ptr, q_at, first, seqlen_q, BLOCK_Q, HEADDIM, HEADDIM_PAD, False, True)  # [BLOCK_Q, HEADDIM]
+    q_at = blocks.slice_at(q_strides, b, h, ALIGN, False)
+    q_blk = blocks.load_block(q_ptr, q_at, first, valid, BLOCK_Q, HEADDIM, HEADDIM_PAD, False, True)  # [BLOCK_Q, HEADDIM]
     cols = tl.arange(0, HEADDIM_V_PAD)
     acc_at = ((b * seqlen_q + rows[:, None]) * nheads_q + h) * HEADDIM_V + cols[None, :]
     acc_mask = valid[:, None] & (cols[None, :] < HEADDIM_V)
@@ -79,8 +81,10 @@ def _kernel(q_ptr, q_strides, ks, vs, k_strides, v_strides, begins, ends, interv
     if SEGMENTS > 0:
         for s in tl.range(0, SEGMENTS):
             interval_at = b * blocks.size(blocks.pick(interval_strides, s, SEGMENTS))
-            begin, end = blocks.load_interval(blocks.pick(begins, s, SEGMENTS) + interval_at,
-                                              blocks.pick(ends, s, SEGMENTS) + interval_at, rows, seqlen_q)  # fmt: skip
+            begin_ptr = blocks.pick(begins, s, SEGMENTS) + interval_at
+            end_ptr = blocks.pick(ends, s, SEGMENTS) + interval_at
+            begin, end = blocks.load_interval(begin_ptr, end_ptr, rows, seqlen_q)
+            gaps = blocks.has_gaps(begin, end_ptr, rows, first, valid)
             lo, full_lo, full_hi, hi = blocks.key_range(begin, end, valid, BLOCK_K)
             if WAIT:
                 if (hi > lo) & (((blocks.size(waits) >> s) & 1) != 0):
@@ -88,13 +92,14 @@ def _kernel(q_ptr, q_strides, ks, vs, k_strides, v_strides, begins, ends, interv
             k, v = blocks.pick_view(ks, s, SEGMENTS, TMA), blocks.pick_view(vs, s, SEGMENTS, TMA)
             k_at = blocks.pick_at(k_strides, s, b, h // group, SEGMENTS, ALIGN, TMA)
             v_at = blocks.pick_at(v_strides, s, b, h // group, SEGMENTS, ALIGN, TMA)
+            row_keys = begin, end, hi, gaps, begin_ptr, end_ptr, first, tl.minimum(first + BLOCK_Q, seqlen_q)
             for t in tl.range(0, blocks.edge_count(lo, full_lo, full_hi, hi, BLOCK_K)):
                 n0 = blocks.edge_block(t, lo, full_lo, full_hi, BLOCK_K)
-                acc, row_max, row_sum = _step(q_blk, k, k_at, v, v_at, n0, hi, begin, end, acc, row_max, row_sum, scale, True,
-                                              BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+                acc, row_max, row_sum = _step(q_blk, k, k_at, v, v_at, n0, row_keys, acc, row_max, row_sum, scale, True,
+                                              BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
             for n0 in tl.range(full_lo, full_hi, BLOCK_K):
-                acc, row_max, row_sum = _step(q_blk, k, k_at, v, v_at, n0, hi, begin, end, acc, row_max, row_sum, scale, False,
-                                              BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+                acc, row_max, row_sum = _step(q_blk, k, k_at, v, v_at, n0, row_keys, acc, row_max, row_sum, scale, False,
+                                              BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
 
     if FINISH:
         out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]  # a row that saw no key: 0 / 1
@@ -172,7 +177,7 @@ def _one_launch(
     chunk = options.chunk or portable.heads_together(portable.key_bytes(segments), group, heads)
     with portable.guard(q.device):
         _kernel[(triton.cdiv(seqlen_q, tile.block_q) * heads,)](
-            q, portable.encode_strides(q, args.align), *args.keys, *args.intervals, *state, *result,
+            q, portable.strides_of(q, False, args.align), *args.keys, *args.intervals, *state, *result,
             portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale * LOG2E, HEADDIM=headdim, HEADDIM_V=headdim_v,
             BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, TMA=tma, FENCE=tma and q.device.type == "cuda",
             num_warps=tile.warps, num_stages=tile.stages, **flags, **args.constexprs, **portable.pads(headdim, headdim_v),

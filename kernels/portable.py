@@ -63,35 +63,35 @@ def alignment(tensors: Sequence[Tensor]) -> int:
     return unit if all(stride % unit == 0 for x in tensors for stride in strides(x)) else 1
 
 
-def encode_strides(x: Tensor, align: int) -> tuple[int, ...]:
-    return encode(*(stride // align for stride in strides(x)))
-
-
 def describable(x: Tensor) -> bool:
-    """Whether x is a slice of rows of one matrix of width stride(row), as `describe` and blocks.origin take it."""
+    """Whether every (batch, head) slice of x is a stretch of rows of one matrix of width stride(row)."""
     batch, seqlen, nheads, headdim = x.shape
-    stride_b, width, stride_h = x.stride()[:3]
+    stride_b, width, stride_h = strides(x)
     bytes_each = x.element_size()
-    if headdim != config.padded(headdim) or seqlen < 2 or width < headdim or x.data_ptr() % 16 or width * bytes_each % 16:
+    if headdim != config.padded(headdim) or width < headdim or x.data_ptr() % 16 or width * bytes_each % 16 or stride_b % width:
         return False
-    if batch > 1 and stride_b % width:
-        return False
-    rows = ((batch - 1) * stride_b + (nheads - 1) * stride_h) // width + seqlen
-    fits = all(h * stride_h % width + headdim <= width for h in range(nheads))
-    return fits and rows < 1 << 31 and width < 1 << 31 and width * bytes_each < 1 << 40
+    side_by_side = (nheads - 1) * stride_h + headdim <= width
+    return (side_by_side or stride_h % width == 0) and _matrix_rows(x) < 1 << 31 and width * bytes_each < 1 << 31
+
+
+def _matrix_rows(x: Tensor) -> int:
+    batch, seqlen, nheads, _ = x.shape
+    stride_b, width, stride_h = strides(x)
+    return ((batch - 1) * stride_b + (nheads - 1) * stride_h) // width + seqlen
 
 
 def describe(x: Tensor, block: int) -> TensorDescriptor:
     """Descriptor of x (batch, seqlen, nheads, headdim) as a matrix (rows, stride of a row), read in blocks of `block` rows."""
-    batch, seqlen, nheads, headdim = x.shape
-    stride_b, width, stride_h = x.stride()[:3]
-    rows = ((batch - 1) * stride_b + (nheads - 1) * stride_h) // width + seqlen
-    return TensorDescriptor(x, [rows, width], [width, 1], [block, headdim])
+    width = strides(x)[1]
+    return TensorDescriptor(x, [_matrix_rows(x), width], [width, 1], [block, x.shape[3]])
 
 
-def matrix_strides(x: Tensor, tma: bool, align: int) -> tuple[int, ...]:
-    """Encoded strides; with descriptors the row stride is the matrix width even where there is one row only."""
-    return encode(*(s // align for s in x.stride()[:3])) if tma else encode_strides(x, align)
+def strides_of(x: Tensor, tma: bool, align: int) -> tuple[int, ...]:
+    """What blocks.slice_at takes: strides (batch, head, row) in units of `align`, or (batch rows, head rows, head columns)."""
+    stride_b, stride_n, stride_h = strides(x)
+    if not tma:
+        return encode(stride_b // align, stride_h // align, stride_n // align)
+    return encode(stride_b // stride_n, stride_h // stride_n, stride_h % stride_n)
 
 
 @functools.lru_cache(maxsize=64)
@@ -118,8 +118,10 @@ def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
-def precision() -> str:
-    """How float32 operands are multiplied; 16-bit operands do not care."""
+def precision(x: Tensor) -> str:
+    """How float32 operands are multiplied (16-bit operands do not care); the interpreter's detour for bfloat16."""
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16:
+        return "upcast"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
@@ -153,8 +155,8 @@ def segment_arguments(
         keys=(
             tuple(view(k) for k in ks),
             tuple(view(v) for v in vs),
-            tuple(matrix_strides(k, tma, align) for k in ks),
-            tuple(matrix_strides(v, tma, align) for v in vs),
+            tuple(strides_of(k, tma, align) for k in ks),
+            tuple(strides_of(v, tma, align) for v in vs),
         ),
         intervals=(
             tuple(segment.begin for segment in segments),
@@ -167,7 +169,7 @@ def segment_arguments(
             "SEGMENTS": len(segments),
             "WAIT": waits > 0,
             "ALIGN": align,
-            "PRECISION": precision(),
+            "PRECISION": precision(others[0]),
         },
         align=align,
     )
