@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from ringflash import checks
 from ringflash import layout as layouts
 from ringflash.api import attend_over
 from ringflash.cli import oracle
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cases = [_case(args, layout, mask) for layout in args.layout for mask in args.mask]
         if find_world().source == "single":
-            nproc = args.nproc or torch.cuda.device_count() or 2
+            nproc = args.nproc if args.nproc is not None else torch.cuda.device_count() or 2
             return local.run(run_rank, nproc, (cases,), device=args.device)[0]
         if args.nproc is not None:
             raise ValueError("--nproc is for one host; here the launcher (torchrun, mpiexec, srun) has set the number of ranks")
@@ -203,6 +204,11 @@ def _pair(text: str) -> tuple[int, int]:
 
 def _case(args: argparse.Namespace, layout: str, mask: str) -> Case:
     (nheads_q, nheads_k), (headdim, headdim_v) = args.heads, args.headdim
+    for name, value, least in (("seqlen", args.seqlen, 0), ("batch", args.batch, 1), ("heads", min(args.heads), 1)):
+        if value < least:
+            raise ValueError(f"--{name} must be at least {least}: {value}")
+    shapes = ((nheads_q, headdim), (nheads_k, headdim), (nheads_k, headdim_v))
+    checks.tensors(*(torch.empty(args.batch, args.seqlen, *x, device="meta") for x in shapes))
     return Case(
         layout=layout,
         mask=parse_mask(mask, args.seqlen),
