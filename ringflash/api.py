@@ -71,7 +71,6 @@ def _checked(comm: Communicator, prepare: Callable[[], _Prepared], options: obje
     try:
         prepared = prepare()
     except (ValueError, TypeError, NotImplementedError) as error:
-        comm.leave_word(error)
         checks.agree(comm, error, check)
         raise
     checks.agree(comm, checks.facts(*prepared[0], prepared[1]), check)

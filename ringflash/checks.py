@@ -28,7 +28,13 @@ class _Gathers(Protocol):
     size: int
     calls: int
 
-    def gather_bytes(self, message: bytes, limit: int = ...) -> list[bytes]: ...
+    def gather_bytes(self, message: bytes, limit: int = ...) -> list[bytes]:
+        """Every rank's message, in rank order."""
+        ...
+
+    def leave_word(self, error: BaseException) -> None:
+        """Leave for the other ranks why this one will not join their exchange."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -166,12 +172,14 @@ def agree(comm: _Gathers, mine: dict[str, object] | Exception, check: str) -> No
         answers = [json.loads(x) for x in comm.gather_bytes(json.dumps(_shorten(sent)).encode(), limit=4096)]
         if not isinstance(mine, Exception):
             _compare(answers, comm.rank)
+    elif isinstance(mine, Exception):
+        comm.leave_word(mine)  # the others are not told now: they find it when their exchange fails
     if isinstance(mine, Exception):
         raise mine
 
 
 def _shorten(sent: Mapping[str, object]) -> dict[str, object]:
-    return {name: value[:800] if isinstance(value, str) else value for name, value in sent.items()}
+    return {name: value[:500] if isinstance(value, str) else value for name, value in sent.items()}
 
 
 def _compare(answers: list[dict[str, object]], rank: int) -> None:

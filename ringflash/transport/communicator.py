@@ -89,7 +89,7 @@ class Communicator:
     def leave_word(self, error: BaseException) -> None:
         """Leave for the other ranks why this one will not join their exchange."""
         for group in self.groups.values():
-            group.get_group_store().set(_LEFT, f"rank {self.rank} raised {type(error).__name__}: {error}"[:1000])
+            group.get_group_store().set(_LEFT, f"rank {self.rank} raised in its call {self.calls}: {error}"[:1000])
 
     def word_left(self) -> str | None:
         """What a rank that left had to say, if one did."""
