@@ -63,7 +63,9 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
 
 
-def launch(*args: object, before: tuple[object, ...] = (), env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def launch(
+    *args: object, before: tuple[object, ...] = (), env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run the command."""
     line = [*map(str, before), *LAUNCH, *map(str, args)]
     env = {**os.environ, **(env or {})}
