@@ -1,0 +1,244 @@
+"""Owns what the ring's tests share: a case as data, its run on a ring, on one rank and on the oracle, and the verdict."""
+
+import functools
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import oracle
+import torch
+import torch.distributed as dist
+from oracle import Results
+from pool import Pools
+from torch import Tensor
+
+import ringflash as rf
+from ringflash.autograd import attend
+from ringflash.plan import make_plan
+from ringflash.ring import Ring
+from ringflash.tile import pick
+from ringflash.transport.p2p import P2P
+
+NAMES = ("contiguous", "zigzag", "striped")
+LAYOUTS = (*NAMES, *(f"per_document({name})" for name in NAMES), "balanced")
+SCHEDULES = ("rotate", "direct")
+CAUSAL = rf.Mask(causal=True)
+SLACK = 1.05  # a ring's rms error over that of the same tile on one rank
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention over a whole sequence. front, behind: keys before the first query and after the last one."""
+
+    mask: rf.Mask = CAUSAL
+    seqlen: int = 33
+    layout: str = "zigzag"
+    kv_layout: str | None = None
+    schedule: str = "auto"
+    dtype: torch.dtype = torch.float32
+    batch: int = 2
+    heads: tuple[int, int] = (4, 2)
+    headdim: tuple[int, int] = (16, 8)
+    front: int = 0
+    behind: int = 0
+    scale: float | None = None
+    gain: float = 1.0  # inputs are gain * normal
+
+    @property
+    def seqlen_k(self) -> int:
+        return self.front + self.seqlen + self.behind
+
+    def layouts(self, size: int) -> tuple[rf.Layout, rf.Layout]:
+        """Where queries and keys lie."""
+        layout = make_layout(self.layout, self.seqlen, size, self.mask).shift(self.front)
+        return layout, make_layout(self.kv_layout or self.layout, self.seqlen_k, size, self.mask)
+
+    def inputs(self) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Global (q, k, v) and the gradients of (out, lse), the same on every rank."""
+        generator = torch.Generator().manual_seed(self.seqlen)
+
+        def normal(*shape: int, gain: float = 1.0) -> Tensor:
+            return torch.randn(shape, generator=generator) * gain
+
+        (heads_q, heads_k), (headdim, headdim_v) = self.heads, self.headdim
+        q = normal(self.batch, self.seqlen, heads_q, headdim, gain=self.gain).to(self.dtype)
+        k = normal(self.batch, self.seqlen_k, heads_k, headdim, gain=self.gain).to(self.dtype)
+        v = normal(self.batch, self.seqlen_k, heads_k, headdim_v, gain=self.gain).to(self.dtype)
+        dout = normal(self.batch, self.seqlen, heads_q, headdim_v).to(self.dtype)
+        return (q, k, v), (dout, normal(self.batch, heads_q, self.seqlen))
+
+
+def make_layout(name: str, seqlen: int, size: int, mask: rf.Mask) -> rf.Layout:
+    """A layout by name; per_document takes the mask's documents, or two of its own."""
+    if name == "balanced":
+        return rf.layouts.balanced(mask, seqlen, size)
+    if name.startswith("per_document"):
+        documents = mask.documents or (0, seqlen // 3, seqlen)
+        first = documents[0] if isinstance(documents[0], tuple) else documents
+        return rf.layouts.per_document(name[len("per_document(") : -1], first, size)
+    return getattr(rf.layouts, name)(seqlen, size)
+
+
+def masks(seqlen: int) -> dict[str, rf.Mask]:
+    """A mask of every kind that fits the length; shards are longer than some windows and shorter than others."""
+    documents = (0, seqlen // 5, seqlen // 5, seqlen // 2, seqlen)  # one is empty
+    rows = ((0, seqlen // 3, seqlen), (0, seqlen // 2, seqlen - seqlen // 4, seqlen))
+    return {
+        "full": rf.Mask(),
+        "causal": rf.Mask(causal=True),
+        "self": rf.Mask(window=(0, 0)),
+        "narrow": rf.Mask(window=(2, 1)),
+        "left": rf.Mask(causal=True, window=(5, None)),
+        "right": rf.Mask(window=(None, 4)),
+        "wide": rf.Mask(causal=True, window=(41, 0)),
+        "wider than all": rf.Mask(window=(200, 300)),
+        "documents": rf.Mask(documents=documents),
+        "causal documents": rf.Mask(causal=True, documents=documents),
+        "documents per row": rf.Mask(causal=True, documents=rows),
+        "windowed documents": rf.Mask(window=(6, 2), documents=documents),
+        "windowed documents per row": rf.Mask(causal=True, window=(9, None), documents=rows),
+        "prefix": rf.Mask(causal=True, prefix=seqlen // 4 + 1),
+        "prefix and right": rf.Mask(window=(None, 3), prefix=seqlen // 2),
+        "prefix of all": rf.Mask(causal=True, prefix=seqlen + 5),
+    }
+
+
+# One rank's part of a case
+
+
+def run_cases(cases: Sequence[Case]) -> list[Results]:
+    """Each case on this rank of the default group, or alone: its shards of the results."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return [_ring(case, rank, size) for case in cases]
+
+
+def _ring(case: Case, rank: int, size: int) -> Results:
+    layout, kv_layout = case.layouts(size)
+    options = rf.Options(schedule=case.schedule)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return rf.ring_attention(  # pyright: ignore[reportReturnType]
+            q, k, v, layout=layout, mask=case.mask, kv_layout=kv_layout, scale=case.scale, return_lse=True, options=options
+        )
+
+    return on_rank(case, rank, size, call)
+
+
+def on_rank(case: Case, rank: int, size: int, call: Callable[..., tuple[Tensor, Tensor]]) -> Results:
+    """This rank's shards of out, lse and the gradients, where `call` attends."""
+    layout, kv_layout = case.layouts(size)
+    (q, k, v), (dout, dlse) = case.inputs()
+    leaves = [lay.part(x, rank).clone().requires_grad_() for lay, x in ((layout, q), (kv_layout, k), (kv_layout, v))]
+    out, lse = call(*leaves)
+    torch.autograd.backward([out, lse], [layout.part(dout, rank), layout.part(dlse, rank, 2)])
+    return Results(out.detach(), lse.detach(), *(x.grad for x in leaves))  # pyright: ignore[reportArgumentType]
+
+
+@contextmanager
+def sent() -> Iterator[list[tuple[int, int, torch.dtype]]]:
+    """What this rank sends meanwhile: (to, elements, dtype) of every tensor."""
+    log: list[tuple[int, int, torch.dtype]] = []
+    exchange = P2P.exchange
+
+    def logged(self: P2P, sends: Sequence, recvs: Sequence) -> object:
+        log.extend((to, x.numel(), x.dtype) for x, to in sends if x.numel())
+        return exchange(self, sends, recvs)
+
+    with mock.patch.object(P2P, "exchange", logged):
+        yield log
+
+
+# Rings of more ranks than there are cores: threads that leave tensors in each other's mailboxes
+
+
+class _Mail:
+    """A transport between threads."""
+
+    def __init__(self, rank: int, boxes: dict[tuple[int, int], queue.Queue]) -> None:
+        self._rank, self._boxes, self._recvs = rank, boxes, ()
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> "_Mail":
+        for x, to in sends:
+            self._boxes[self._rank, to].put(x.clone())
+        self._recvs = recvs
+        return self
+
+    def wait(self) -> None:
+        for x, source in self._recvs:
+            x.copy_(self._boxes[source, self._rank].get(timeout=30))
+
+
+def run_threads(case: Case, size: int) -> list[Results]:
+    """The case on a ring of `size` threads of this process: each rank's shards."""
+    layout, kv_layout = case.layouts(size)
+    plan = make_plan(layout, case.mask, kv_layout, case.schedule)
+    boxes = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
+    tile, scale = pick("reference", "cpu"), case.headdim[0] ** -0.5 if case.scale is None else case.scale
+
+    def one(rank: int) -> Results:
+        ring = Ring(plan, rank, tile, _Mail(rank, boxes), scale)
+        return on_rank(case, rank, size, lambda q, k, v: attend(q, k, v, ring=ring, tile=tile))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(one, range(size)))
+
+
+# The verdict
+
+
+def alone(case: Case) -> Results:
+    """The ring of one rank in the case's own dtype."""
+    return _alone(replace(case, layout="contiguous", kv_layout=None, schedule="auto"))
+
+
+@functools.lru_cache(maxsize=512)
+def _alone(case: Case) -> Results:
+    return run_cases([case])[0]
+
+
+def exact(case: Case) -> Results:
+    """The oracle's float64 results."""
+    return _exact(replace(case, layout="contiguous", kv_layout=None, schedule="auto"))
+
+
+@functools.lru_cache(maxsize=512)
+def _exact(case: Case) -> Results:
+    query, key = torch.arange(case.seqlen) + case.front, torch.arange(case.seqlen_k)
+    return oracle.results(*case.inputs(), oracle.visible(case.mask, query, key), case.scale)
+
+
+def whole(case: Case, shards: Sequence[Results]) -> Results:
+    """Every rank's shards put at their positions."""
+    size = len(shards)
+    layout, kv_layout = case.layouts(size)
+
+    def place(name: str, lay: rf.Layout, dim: int) -> Tensor:
+        parts = [getattr(shard, name) for shard in shards]
+        positions = torch.cat([lay.positions(rank) for rank in range(size)]) - lay.offset
+        assert sorted(positions.tolist()) == list(range(lay.seqlen))
+        joined = torch.cat(parts, dim)
+        return torch.zeros_like(joined).index_copy_(dim, positions, joined)
+
+    queries = place("out", layout, 1), place("lse", layout, 2), place("dq", layout, 1)
+    return Results(*queries, place("dk", kv_layout, 1), place("dv", kv_layout, 1))
+
+
+def verdict(case: Case, shards: Sequence[Results], floor: float = torch.finfo(torch.float32).eps) -> str:
+    """What is wrong with a ring's results: every rms error must be within SLACK of one rank's, plus floor * its scale."""
+    ring, one, right = whole(case, shards), alone(case), exact(case)
+    wrong = []
+    for name, x, y, z in zip(Results._fields, ring, one, right, strict=True):
+        limit = SLACK * oracle.rms(y, z) + floor * oracle.norm(z)
+        if x.dtype != y.dtype or not oracle.rms(x, z) <= limit:
+            wrong.append(f"{name} ({x.dtype}): rms error {oracle.rms(x, z):.3g}, limit {limit:.3g}")
+    return f"{case} on {len(shards)} ranks: {'; '.join(wrong)}" if wrong else ""
+
+
+def check(pools: Pools, size: int, cases: Sequence[Case]) -> None:
+    """Run the cases on a ring of `size` ranks and hold them against the oracle."""
+    ranks = pools.run(size, run_cases, cases)
+    wrong = [verdict(case, shards) for case, shards in zip(cases, zip(*ranks, strict=True), strict=True)]
+    assert not any(wrong), "\n".join(filter(None, wrong))

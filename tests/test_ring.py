@@ -1,0 +1,199 @@
+"""Ring against the dense float64 oracle over gloo: layouts x masks x schedules, forward and backward, and what moves."""
+
+import random
+
+import oracle
+import pytest
+import torch
+from pool import Pools
+from ring_cases import CAUSAL, LAYOUTS, SCHEDULES, Case, check, exact, make_layout, masks, run_cases, run_threads, sent, verdict
+
+import ringflash as rf
+
+LENGTHS = (1, 7, 33, 63, 100)
+SIZES = (2, 3, 4)
+SAMPLE = 24  # cases of each (size, layout, schedule) without --full
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_ring_equals_oracle(pools: Pools, full: bool, size: int, layout: str, schedule: str) -> None:
+    cases = [Case(mask, seqlen, layout, schedule=schedule) for seqlen in LENGTHS for mask in masks(seqlen).values()]
+    check(pools, size, cases if full else random.Random(f"{size}{layout}{schedule}").sample(cases, SAMPLE))
+
+
+@pytest.mark.parametrize("seqlen", LENGTHS)
+def test_ring_of_one_equals_oracle(pools: Pools, seqlen: int) -> None:
+    """Both ways to be one rank, without and with a process group; the floor alone is the bound here."""
+    cases = [Case(mask, seqlen) for mask in masks(seqlen).values()]
+    check(pools, 1, cases)
+    for case in cases:
+        for x, z in zip(run_cases([case])[0], exact(case), strict=True):
+            assert oracle.rms(x, z) <= 16 * torch.finfo(torch.float32).eps * oracle.norm(z), case
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", SIZES)
+def test_dtypes(pools: Pools, size: int, dtype: torch.dtype) -> None:
+    cases = [Case(mask, 100, "zigzag", schedule=s, dtype=dtype) for mask in masks(100).values() for s in SCHEDULES]
+    check(pools, size, cases)
+
+
+SHAPES = [
+    {"heads": (4, 1)},
+    {"heads": (3, 3)},
+    {"heads": (14, 7)},
+    {"headdim": (24, 40)},
+    {"headdim": (1, 1)},
+    {"headdim": (17, 3)},
+    {"headdim": (256, 256)},
+    {"batch": 1},
+    {"batch": 0},
+    {"scale": 1.0},
+    {"scale": 0.0},
+    {"scale": -0.3},
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_shapes_and_scales(pools: Pools, size: int) -> None:
+    check(pools, size, [Case(rf.Mask(causal=True, window=(11, 0)), 33, **shape) for shape in SHAPES])
+
+
+KEYS = [
+    {"front": 13},
+    {"behind": 9},
+    {"front": 5, "behind": 40},
+    {"behind": -20},  # queries past the last key
+    {"front": 20, "behind": -30},
+    {"kv_layout": "striped"},
+    {"front": 3, "kv_layout": "striped", "layout": "contiguous"},
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", SIZES)
+def test_keys_that_lie_otherwise(pools: Pools, size: int, schedule: str) -> None:
+    check(pools, size, [Case(m, schedule=schedule, **keys) for keys in KEYS for m in _masks_for(Case(**keys))])
+
+
+def _masks_for(case: Case) -> list[rf.Mask]:
+    end = max(case.front + case.seqlen, case.seqlen_k)
+    plain = [rf.Mask(), CAUSAL, rf.Mask(window=(4, 2)), rf.Mask(causal=True, prefix=3)]
+    return [*plain, rf.Mask(causal=True, documents=(0, 9, end - 2, end))]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_layouts_of_any_runs(pools: Pools, size: int) -> None:
+    """Many documents, most shorter than the ring: shards of many runs, uneven and empty."""
+    lengths = random.Random(size).choices((0, 1, 2, 3, 9), k=30)
+    documents = (0, *(sum(lengths[: i + 1]) for i in range(30)))
+    mask = rf.Mask(causal=True, documents=documents)
+    check(pools, size, [Case(mask, documents[-1], layout, schedule=s) for layout in LAYOUTS for s in SCHEDULES])
+
+
+@pytest.mark.parametrize("size", [5, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_more_ranks_than_cores(size: int, schedule: str) -> None:
+    """The same loop in threads: masks x layouts in turn, so that each meets each over both sizes and schedules."""
+    for i, (seqlen, mask) in enumerate((n, m) for n in (3, 33, 100) for m in masks(n).values()):
+        case = Case(mask, seqlen, LAYOUTS[(i + size) % len(LAYOUTS)], schedule=schedule)
+        assert not (wrong := verdict(case, run_threads(case, size))), wrong
+
+
+# What moves
+
+
+def count_sends(cases: list[Case], requires_grad: bool) -> list[tuple[list, list]]:
+    """What this rank sends in forward and in backward of each case: sorted (to, elements, dtype)."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    counted = []
+    for case in cases:
+        layout, kv_layout = case.layouts(size)
+        (q, k, v), _ = case.inputs()
+        q, k, v = layout.part(q, rank), kv_layout.part(k, rank), kv_layout.part(v, rank)
+        with sent() as forward:
+            out = rf.ring_attention(
+                q.requires_grad_(requires_grad),
+                k,
+                v,
+                layout=layout,
+                kv_layout=kv_layout,
+                mask=case.mask,
+                options=rf.Options(schedule=case.schedule),
+            )
+        with sent() as backward:
+            if requires_grad:
+                out.sum().backward()  # pyright: ignore[reportAttributeAccessIssue]
+        counted.append((sorted(forward, key=str), sorted(backward, key=str)))
+    return counted
+
+
+def _needs(case: Case, size: int) -> torch.Tensor:
+    """bool (size, size): some query of a rank sees some key of a block, by the oracle's mask."""
+    layout, kv_layout = case.layouts(size)
+    ranks = range(size)
+    sees = oracle.visible(case.mask, torch.arange(case.front + case.seqlen), torch.arange(case.seqlen_k)).any(0)
+    at = [[sees[layout.positions(r)][:, kv_layout.positions(b)] for b in ranks] for r in ranks]
+    return torch.tensor([[bool(x.any()) for x in row] for row in at])
+
+
+def _block(case: Case, size: int, block: int, dtype: torch.dtype, to: int) -> list[tuple[int, int, torch.dtype]]:
+    tokens = case.batch * case.layouts(size)[1].lengths[block] * case.heads[1]
+    return [(to, tokens * headdim, dtype) for headdim in case.headdim]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_direct_moves_exactly_the_blocks_that_are_needed(pools: Pools, size: int) -> None:
+    """Forward: each needed block once, straight from its owner. Backward: again, and its float32 dK, dV straight home."""
+    every = [(layout, mask) for layout in ("contiguous", "zigzag") for mask in masks(63).values()]
+    cases = [Case(mask, 63, layout, schedule="direct", dtype=torch.bfloat16) for layout, mask in every]
+    for rank, counted in enumerate(pools.run(size, count_sends, cases, True)):
+        for case, (forward, backward) in zip(cases, counted, strict=True):
+            needs = _needs(case, size)
+            others = [r for r in range(size) if r != rank]
+            blocks = [x for r in others if needs[r, rank] for x in _block(case, size, rank, case.dtype, r)]
+            grads = [x for b in others if needs[rank, b] for x in _block(case, size, b, torch.float32, b)]
+            assert forward == sorted(blocks, key=str), case
+            assert backward == sorted(blocks + grads, key=str), case
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rotate_moves_each_block_to_its_last_reader(pools: Pools, size: int) -> None:
+    cases = [Case(m, 63, lay, schedule="rotate") for lay in ("contiguous", "striped") for m in masks(63).values()]
+    ranks = pools.run(size, count_sends, cases, False)
+    for i, case in enumerate(cases):
+        needs = _needs(case, size)
+        hops = [max((t for t in range(size) if needs[(b + t) % size, b]), default=0) for b in range(size)]
+        for rank in range(size):
+            passing = [b for b in range(size) if (rank - b) % size < hops[b]]
+            blocks = [x for b in passing for x in _block(case, size, b, case.dtype, (rank + 1) % size)]
+            assert ranks[rank][i][0] == sorted(blocks, key=str), case
+
+
+def test_nothing_moves_where_documents_are_local(pools: Pools) -> None:
+    mask = rf.Mask(documents=(0, 8, 16))
+    cases = [Case(mask, 16, "contiguous", schedule=s) for s in (*SCHEDULES, "auto")]
+    assert pools.run(2, count_sends, cases, True) == [[([], [])] * 3] * 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_forward_hops_do_not_depend_on_gradients(pools: Pools, size: int) -> None:
+    cases = [Case(m, 33, schedule=s) for m in masks(33).values() for s in SCHEDULES]
+    with_grad, without = (pools.run(size, count_sends, cases, needed) for needed in (True, False))
+    for a, b in zip(with_grad, without, strict=True):
+        assert [forward for forward, _ in a] == [forward for forward, _ in b]
+
+
+def test_auto_moves_no_more_than_either(pools: Pools) -> None:
+    cases = [Case(m, 63, "contiguous", schedule=s) for m in masks(63).values() for s in (*SCHEDULES, "auto")]
+    ranks = pools.run(4, count_sends, cases, False)
+    moved = [sum(n for rank in ranks for _, n, _ in rank[i][0]) for i in range(len(cases))]
+    for rotate, direct, auto in zip(moved[::3], moved[1::3], moved[2::3], strict=True):
+        assert auto <= min(rotate, direct)
+
+
+def test_balanced_layout_is_a_layout() -> None:
+    layout = make_layout("balanced", 100, 3, CAUSAL)
+    assert sorted(torch.cat([layout.positions(r) for r in range(3)]).tolist()) == list(range(100))
