@@ -43,8 +43,8 @@ def _dq_step(q_blk, dout_blk, k, k_at, v, v_at, n0, row_keys, lse, delta, dq, sc
 
 
 @triton.jit
-def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, ks, vs, k_strides, v_strides, begins, ends,
-               interval_strides, readys, waits, dq_ptr, sizes, scale,
+def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, k0, k1, k2, k3, k4, k5, k6, k7,
+               v0, v1, v2, v3, v4, v5, v6, v7, k_strides, v_strides, begins, ends, interval_strides, readys, waits, dq_ptr, sizes, scale,
                SEGMENTS: tl.constexpr, WAIT: tl.constexpr, TMA: tl.constexpr, FENCE: tl.constexpr, ALIGN: tl.constexpr,
                PRECISION: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_V: tl.constexpr, BLOCK_Q: tl.constexpr,
                BLOCK_K: tl.constexpr, HEADDIM_PAD: tl.constexpr, HEADDIM_V_PAD: tl.constexpr):  # fmt: skip
@@ -65,6 +65,7 @@ def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, ks,
     delta = tl.load(delta_ptr + row_at + rows, mask=valid, other=0.0)  # [BLOCK_Q]
     dq = tl.zeros([BLOCK_Q, HEADDIM_PAD], tl.float32)
     touched = False
+    ks, vs = (k0, k1, k2, k3, k4, k5, k6, k7), (v0, v1, v2, v3, v4, v5, v6, v7)  # as in forward
 
     for s in tl.range(0, SEGMENTS):
         interval_at = b * blocks.size(blocks.pick(interval_strides, s, SEGMENTS))
@@ -292,7 +293,7 @@ def launch_dq(
     with portable.guard(q.device):
         _dq_kernel[(triton.cdiv(seqlen_q, tile.block_q) * heads,)](
             q, portable.strides_of(q, False, args.align), dout, portable.strides_of(dout, False, args.align), lse, delta,
-            *args.keys, *args.intervals, dq, portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale, TMA=tma,
+            *portable.slots(args.ks), *portable.slots(args.vs), *args.keys, *args.intervals, dq, portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale, TMA=tma,
             FENCE=tma and q.device.type == "cuda", HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q,
             BLOCK_K=tile.block_k, num_warps=tile.warps, num_stages=tile.stages, **args.constexprs,
             **portable.pads(headdim, headdim_v),
@@ -325,7 +326,7 @@ def launch_dkv(
     with portable.guard(q.device):
         _dkv_kernel[(key_blocks * heads,)](
             view(q), portable.strides_of(q, tma, args.align), view(dout), portable.strides_of(dout, tma, args.align),
-            lse, delta, *args.keys, *args.intervals, tuple(dk for dk, _ in dkv), tuple(dv for _, dv in dkv),
+            lse, delta, args.ks, args.vs, *args.keys, *args.intervals, tuple(dk for dk, _ in dkv), tuple(dv for _, dv in dkv),
             portable.encode(*seqlens_k), portable.encode(seqlen_q, nheads_q, group, heads, chunk, key_blocks), scale,
             TMA=tma, HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, FANOUT=256,
             num_warps=tile.warps, num_stages=tile.stages, **args.constexprs, **portable.pads(headdim, headdim_v),

@@ -50,7 +50,7 @@ def _load_state(acc_ptr, max_ptr, sum_ptr, acc_at, acc_mask, row_at, valid):
 
 
 @triton.jit
-def _kernel(q_ptr, q_strides, ks, vs, k_strides, v_strides, begins, ends, interval_strides, readys, waits,
+def _kernel(q_ptr, q_strides, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4, v5, v6, v7, k_strides, v_strides, begins, ends, interval_strides, readys, waits,
             acc_ptr, max_ptr, sum_ptr, out_ptr, lse_ptr, sizes, scale,
             SEGMENTS: tl.constexpr, CARRIED: tl.constexpr, FINISH: tl.constexpr, WAIT: tl.constexpr, TMA: tl.constexpr,
             FENCE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, HEADDIM: tl.constexpr,
@@ -78,6 +78,8 @@ def _kernel(q_ptr, q_strides, ks, vs, k_strides, v_strides, begins, ends, interv
         row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_Q], tl.float32)
 
+    # Triton 3.6 launches no descriptor inside a tuple, so they arrive one by one.
+    ks, vs = (k0, k1, k2, k3, k4, k5, k6, k7), (v0, v1, v2, v3, v4, v5, v6, v7)
     if SEGMENTS > 0:
         for s in tl.range(0, SEGMENTS):
             interval_at = b * blocks.size(blocks.pick(interval_strides, s, SEGMENTS))
@@ -177,7 +179,8 @@ def _one_launch(
     chunk = options.chunk or portable.heads_together(portable.key_bytes(segments), group, heads)
     with portable.guard(q.device):
         _kernel[(triton.cdiv(seqlen_q, tile.block_q) * heads,)](
-            q, portable.strides_of(q, False, args.align), *args.keys, *args.intervals, *state, *result,
+            q, portable.strides_of(q, False, args.align), *portable.slots(args.ks),
+            *portable.slots(args.vs), *args.keys, *args.intervals, *state, *result,
             portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale * LOG2E, HEADDIM=headdim, HEADDIM_V=headdim_v,
             BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, TMA=tma, FENCE=tma and q.device.type == "cuda",
             num_warps=tile.warps, num_stages=tile.stages, **flags, **args.constexprs, **portable.pads(headdim, headdim_v),

@@ -28,9 +28,11 @@ class Options(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Kernel arguments made of the segments: `keys`, then `intervals`, in the order of the kernels' signatures."""
+    """Kernel arguments made of the segments, in the order of the kernels' signatures."""
 
-    keys: tuple[Any, ...]  # ks, vs, k_strides, v_strides
+    ks: tuple[Any, ...]
+    vs: tuple[Any, ...]
+    keys: tuple[Any, ...]  # k_strides, v_strides
     intervals: tuple[Any, ...]  # begins, ends, interval_strides, readys, waits
     constexprs: dict[str, Any]
     align: int
@@ -39,6 +41,11 @@ class Arguments(NamedTuple):
 def encode(*values: int) -> tuple[int, ...]:
     """Odd numbers past 2**40: Triton compiles anew for an integer that is 1, or divisible by 16, or crosses 2**31; never for these."""
     return tuple(2 * value + 1 + (1 << 40) for value in values)
+
+
+def slots(views: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Exactly MAX_SEGMENTS arguments: Triton 3.6 launches no descriptor inside a tuple."""
+    return views + (None,) * (MAX_SEGMENTS - len(views))
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -152,12 +159,9 @@ def segment_arguments(
     waits = sum(1 << i for i, segment in enumerate(segments) if segment.ready is not None)
     view = functools.partial(describe, block=block_k) if tma else (lambda x: x)
     return Arguments(
-        keys=(
-            tuple(view(k) for k in ks),
-            tuple(view(v) for v in vs),
-            tuple(strides_of(k, tma, align) for k in ks),
-            tuple(strides_of(v, tma, align) for v in vs),
-        ),
+        ks=tuple(view(k) for k in ks),
+        vs=tuple(view(v) for v in vs),
+        keys=(tuple(strides_of(k, tma, align) for k in ks), tuple(strides_of(v, tma, align) for v in vs)),
         intervals=(
             tuple(segment.begin for segment in segments),
             tuple(segment.end for segment in segments),

@@ -25,6 +25,8 @@ _POINTERS = {"acc_ptr", "max_ptr", "sum_ptr", "lse_ptr", "delta_ptr", "dq_ptr"}
 
 def _types(name: str, element: str, n: int, views: dict[str, str]) -> object:
     """Signature of one run-time argument, n segments."""
+    if slot := re.fullmatch(r"([kv])(\d)", name):
+        return views[slot[1] + "s"] if int(slot[2]) < n else "constexpr"
     if name in ("ks", "vs"):
         return (views[name],) * n
     if name in ("q", "dout"):
@@ -74,12 +76,13 @@ def compile_kernel(
     descriptor = lambda columns: f"tensordesc<{element}[{block},{columns}]>"  # noqa: E731
     pointer = f"*{element}"
     by_descriptor = {"q", "dout"} if which == "dkv" else {"ks", "vs"}
-    views = {name: pointer for name in ("q", "dout", "ks", "vs")}
+    views = dict.fromkeys(("q", "dout", "ks", "vs"), pointer)
     if tma:
         views |= {name: descriptor(pad if name in ("q", "ks") else pad_v) for name in by_descriptor}
     fn = KERNELS[which]
     signature = {n: "constexpr" if n in constexprs else _types(n, element, segments, views) for n in fn.arg_names}
     values = {(fn.arg_names.index(n),): v for n, v in constexprs.items() if n in fn.arg_names}
+    values |= {(i,): None for i, n in enumerate(fn.arg_names) if signature[n] == "constexpr" and n not in constexprs}
     attrs = {k: v for i, n in enumerate(fn.arg_names) for k, v in _aligned(signature[n], (i,)).items()}
     source = ASTSource(fn, signature, values, attrs)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
