@@ -17,45 +17,49 @@ Array = np.ndarray
 
 
 class RowPieces(NamedTuple):
-    """A rank's rows in stretches of local indices: row index + i sees keys [begin + i * begin_step, end + i * end_step)."""
+    """Rows of all ranks, rank by rank, in stretches of n: the i-th sees [begin + i * begin_step, end + i * end_step)."""
 
-    index: Array
-    count: Array
+    rank: Array
+    n: Array
     begin: Array
     begin_step: Array
     end: Array
     end_step: Array
 
-    def at(self, i: Array) -> tuple[Array, Array]:
-        """Global intervals of the i-th row of every piece."""
-        return self.begin + i * self.begin_step, self.end + i * self.end_step
+    def take(self, which: Array | slice) -> "RowPieces":
+        """Some of the pieces."""
+        return RowPieces(*(column[which] for column in self))
 
-    def take(self, keep: Array) -> "RowPieces":
-        """The pieces where `keep` is true."""
-        return RowPieces(*(column[keep] for column in self))
+    def of(self, rank: int) -> "RowPieces":
+        """The pieces of one rank."""
+        return self.take(slice(*np.searchsorted(self.rank, (rank, rank + 1))))
 
-    def expand(self) -> tuple[Array, Array]:
-        """Global begin and end of every row of the pieces."""
-        i = np.arange(int(self.count.sum())) - np.repeat(np.cumsum(self.count) - self.count, self.count)
-        rows = RowPieces(*(np.repeat(column, self.count) for column in self))
-        return rows.at(i)
+    def expand(self, whole: Array | bool = False) -> "RowPieces":
+        """Every row as a piece of its own, except those of pieces that stay whole."""
+        times = np.where(whole, 1, self.n)
+        each = RowPieces(*(np.repeat(column, times) for column in self))
+        i = np.arange(len(each.rank)) - np.repeat(np.cumsum(times) - times, times)
+        n = each.n // np.repeat(times, times)
+        return each._replace(n=n, begin=each.begin + i * each.begin_step, end=each.end + i * each.end_step)
 
 
-def row_pieces(runs: Runs, pieces: Pieces) -> RowPieces:
-    """Cut a rank's runs of positions at the mask's pieces; the pieces must cover every position of the runs."""
+def row_pieces(blocks: Sequence[Runs], pieces: Pieces) -> RowPieces:
+    """Cut the ranks' runs of positions at the mask's pieces, which cover every position of the runs."""
+    runs = Runs(*map(np.concatenate, zip(*blocks, strict=True)))
+    rank = np.repeat(np.arange(len(blocks)), [len(b.first) for b in blocks])
+    end = runs.first + runs.n * runs.step
     head = np.searchsorted(pieces.last, runs.first, side="right")
-    tail = np.searchsorted(pieces.first, runs.last, side="right")
-    count = tail - head
+    count = np.searchsorted(pieces.first, end - runs.step, side="right") - head
     run = np.repeat(np.arange(len(count)), count)
-    piece = np.arange(len(run)) + np.repeat(head - (np.cumsum(count) - count), count)
+    piece = np.arange(len(run)) + (head - (np.cumsum(count) - count))[run]
     first, step = runs.first[run], runs.step[run]
-    low = -((first - np.maximum(first, pieces.first[piece])) // step)  # ceil((piece first - run first) / step)
-    high = -((first - np.minimum(runs.last[run] + 1, pieces.last[piece])) // step)
+    cut = pieces.take(piece)
+    low = -((first - np.maximum(first, cut.first)) // step)  # ceil((piece first - run first) / step)
+    high = -((first - np.minimum(end[run], cut.last)) // step)
     at = first + low * step
-    begin = pieces.begin[piece] + pieces.begin_slope[piece] * at
-    end = pieces.end[piece] + pieces.end_slope[piece] * at
-    begin_step, end_step = pieces.begin_slope[piece] * step, pieces.end_slope[piece] * step
-    return RowPieces(runs.base[run] + low, high - low, begin, begin_step, end, end_step).take(high > low)
+    begin, end = cut.begin + cut.begin_slope * at, cut.end + cut.end_slope * at
+    found = RowPieces(rank[run], high - low, begin, cut.begin_slope * step, end, cut.end_slope * step)
+    return found if found.n.all() else found.take(found.n > 0)
 
 
 class KeyTable:
@@ -66,9 +70,14 @@ class KeyTable:
 
     def __init__(self, blocks: Sequence[Runs], span: int) -> None:
         self.span = span + 3
-        opened = [Runs(*(np.concatenate(([x], col)) for x, col in zip((-1, 0, 1, 0), b, strict=True))) for b in blocks]
-        self.first = np.concatenate([b.first + 1 + w * self.span for w, b in enumerate(opened)])
-        self.count, self.step, self.base = (np.concatenate([b[c] for b in opened]) for c in (1, 2, 3))
+        n_runs = np.array([1 + len(b.first) for b in blocks])
+        block = np.repeat(np.arange(len(blocks)), n_runs)
+        filled = np.ones(len(block), dtype=bool)
+        filled[np.cumsum(n_runs) - n_runs] = False
+        table = np.tile([[-1], [0], [1], [0]], len(block))  # the opening runs
+        table[:, filled] = [np.concatenate(column) for column in zip(*blocks, strict=True)]
+        self.first, self.count, self.step, self.base = table
+        self.first += 1 + block * self.span
 
     def index(self, block: Array, position: Array) -> Array:
         """Number of the block's keys before the position: its local index, or where it would be inserted."""
@@ -77,40 +86,40 @@ class KeyTable:
         return self.base[run] + np.clip(-((self.first[run] - at) // self.step[run]), 0, self.count[run])
 
 
-def needed_blocks(rows: Sequence[RowPieces], keys: KeyTable, size: int) -> Array:
-    """bool (ranks, size): some row of the rank sees some key of the block. Exact.
+def needed_blocks(rows: RowPieces, keys: KeyTable, size: int) -> Array:
+    """bool (size, size): some row of the rank sees some key of the block. Exact.
 
-    A few pieces of each rank usually show that it needs every block; only ranks for which they do not are looked at whole.
+    Rows that follow each other mostly see overlapping or touching intervals, so a rank comes down to a few.
     """
-    owner = np.repeat(np.arange(len(rows)), [len(r.index) for r in rows])
-    pieces = RowPieces(*(np.concatenate(columns) for columns in zip(*rows, strict=True)))
-    needed = np.zeros((len(rows), size), dtype=bool)
-    _probe(pieces, owner, keys, needed, np.arange(len(owner)) % (1 + len(owner) // 64) == 0)
-    _probe(pieces, owner, keys, needed, ~needed.all(1)[owner])
+    solid = np.logical_or(rows.n == 1, rows.begin + rows.begin_step <= rows.end)
+    if not solid.all():  # a stride wider than what its rows see: such rows stand by themselves
+        rows = rows.expand(whole=solid)
+    begin, end, rank = rows.begin, rows.end + (rows.n - 1) * rows.end_step, rows.rank
+    apart = (begin[1:] > end[:-1]) | (rank[1:] != rank[:-1])
+    heads, tails = np.concatenate(([True], apart))[: len(rank)], np.concatenate((apart, [True]))[: len(rank)]
+    begin, end, rank = begin[heads], end[tails], rank[heads]
+
+    needed = np.zeros((size, size), dtype=bool)
+    _mark(needed, keys, begin, end, rank, slice(None, None, 1 + len(rank) // 64))  # often shows that all need all
+    for at in range(0, len(rank), 4096):
+        undecided = at + np.flatnonzero((needed.sum(axis=1) < size)[rank[at : at + 4096]])
+        _mark(needed, keys, begin, end, rank, undecided)
     return needed
 
 
-def _probe(pieces: RowPieces, owner: Array, keys: KeyTable, needed: Array, chosen: Array) -> None:
-    """Mark what the chosen pieces need. Three rows of a piece usually decide it; else it is looked at row by row."""
-    pieces, owner = pieces.take(chosen), owner[chosen]
-    probes = [pieces.at(i) for i in (np.zeros_like(pieces.count), pieces.count // 2, pieces.count - 1)]
-    begin, end = (np.stack(x) for x in zip(*probes, strict=True))
-    block = np.arange(needed.shape[1])[:, None, None]
-    low, high = keys.index(block, begin), keys.index(block, end)  # [size, probe, piece]
-    seen = (high > low).any(1)
-    np.logical_or.at(needed, owner, seen.T)
-    perhaps = (high[:, 2] > low[:, 0]) & ~seen & ~needed[owner].T  # the hull holds keys that the three rows do not see
-    for w, rank in {(int(w), int(owner[p])) for w, p in zip(*np.nonzero(perhaps), strict=True)}:
-        begin, end = pieces.take(perhaps[w] & (owner == rank)).expand()
-        needed[rank, w] = bool((keys.index(np.int64(w), end) > keys.index(np.int64(w), begin)).any())
+def _mark(needed: Array, keys: KeyTable, begin: Array, end: Array, rank: Array, which: Array | slice) -> None:
+    """Mark blocks with a key in one of the chosen intervals as needed by the interval's rank."""
+    blocks = np.arange(len(needed))[:, None]
+    block, i = np.nonzero(keys.index(blocks, end[which]) > keys.index(blocks, begin[which]))
+    needed[rank[which][i], block] = True
 
 
 def visible_pairs(rows: Sequence[RowPieces], keys: KeyTable, size: int) -> Array:
     """int64 (size,): visible (row, key) pairs of these rows with every block, summed over distinct batch rows."""
-    spans = [r.expand() for r in rows]
-    begin, end = (np.concatenate(x) for x in zip(*spans, strict=True))
-    blocks = range(size)
-    return np.array([int((keys.index(np.int64(w), end) - keys.index(np.int64(w), begin)).sum()) for w in blocks])
+    each = [r.expand() for r in rows]
+    begin, end = np.concatenate([r.begin for r in each]), np.concatenate([r.end for r in each])
+    blocks = np.arange(size)[:, None]
+    return np.array([(keys.index(w, end) - keys.index(w, begin)).sum() for w in blocks])
 
 
 def local_intervals(
@@ -120,7 +129,7 @@ def local_intervals(
     table = np.concatenate(
         [np.concatenate(columns) for columns in zip(*rows, strict=True)] + [keys.first, keys.count, keys.step, keys.base]
     )
-    n_pieces = sum(len(r.index) for r in rows)
+    n_pieces = sum(len(r.rank) for r in rows)
     sent = torch.from_numpy(table)
     sent = sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent.to(device)
     _, count, begin, begin_step, end, end_step, first, key_count, step, base = sent.split(

@@ -2,6 +2,7 @@
 
 import functools
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -16,40 +17,43 @@ Array = np.ndarray
 
 
 class Runs(NamedTuple):
-    """One rank's positions: run j holds first[j], first[j] + step[j], ... (count[j] of them) at local index base[j]."""
+    """One rank's positions: run j holds first[j], first[j] + step[j], ... (n[j] of them) at local index base[j]."""
 
     first: Array
-    count: Array
+    n: Array
     step: Array
     base: Array
 
     @property
     def length(self) -> int:
         """Number of positions in all runs."""
-        return int(self.base[-1] + self.count[-1]) if len(self.base) else 0
+        return int(self.base[-1] + self.n[-1]) if len(self.base) else 0
 
     @property
     def last(self) -> Array:
         """The last position of each run."""
-        return self.first + (self.count - 1) * self.step
+        return self.first + (self.n - 1) * self.step
 
     def positions(self) -> Array:
         """All positions, ascending, int64."""
-        index = np.arange(self.length) - np.repeat(self.base, self.count)
-        return np.repeat(self.first, self.count) + index * np.repeat(self.step, self.count)
+        index = np.arange(self.length) - np.repeat(self.base, self.n)
+        return np.repeat(self.first, self.n) + index * np.repeat(self.step, self.n)
 
 
-def _runs(first: Array, count: Array, step: Array) -> Runs:
-    """Drop empty runs, join runs that continue each other with step 1, and number the local indices."""
-    keep = count > 0
-    first, count, step = (np.asarray(x, dtype=np.int64)[keep] for x in np.broadcast_arrays(first, count, step))
-    if len(first) > 1:
-        single = (step == 1) | (count == 1)
-        joins = (first[1:] == first[:-1] + count[:-1]) & single[1:] & single[:-1]
-        heads = np.flatnonzero(np.concatenate(([True], ~joins)))
-        step = np.where(single, 1, step)[heads]
-        first, count = first[heads], np.add.reduceat(count, heads)
-    return Runs(first, count, step, np.cumsum(count) - count)
+def _runs(first: Array, count: Array, step: Array) -> tuple[Runs, ...]:
+    """Each rank's runs from [size, n] candidates: empty ones go, those that continue each other with step 1 are joined."""
+    size, keep = len(count), count > 0
+    rank = np.nonzero(keep)[0]
+    first, count, step = first[keep], count[keep], step[keep]
+    single = (step == 1) | (count == 1)
+    joins = (first[1:] == first[:-1] + count[:-1]) & single[1:] & single[:-1] & (rank[1:] == rank[:-1])
+    heads = np.flatnonzero(np.concatenate(([True], ~joins))[: len(first)])
+    first, step, rank = first[heads], np.where(single, 1, step)[heads], rank[heads]
+    count = np.add.reduceat(count, heads) if len(heads) else count
+    cuts = np.searchsorted(rank, np.arange(size + 1))
+    before = np.concatenate(([0], np.cumsum(count)))
+    base = before[:-1] - before[cuts[rank]]
+    return tuple(Runs(first[a:b], count[a:b], step[a:b], base[a:b]) for a, b in itertools.pairwise(cuts.tolist()))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,9 +71,9 @@ class Layout:
     key: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        columns = [np.stack([r.first, r.count, r.step]).tobytes() + b"|" for r in self.runs]
-        head = np.array([self.seqlen, self.size, self.offset], dtype=np.int64).tobytes()
-        object.__setattr__(self, "key", head + b"".join(columns))
+        head = [self.seqlen, self.size, self.offset, *(len(r.first) for r in self.runs)]
+        columns = [column for r in self.runs for column in (r.first, r.n, r.step)]
+        object.__setattr__(self, "key", np.concatenate([head, *columns]).tobytes())
         object.__setattr__(self, "_hash", hash(self.key))
 
     def __hash__(self) -> int:
@@ -115,7 +119,7 @@ class Layout:
             return x.index_select(dim, self._index(rank).to(x.device))
         slices = [
             _strided(x, dim, int(first) - self.offset, int(count), int(step))
-            for first, count, step in zip(runs.first, runs.count, runs.step, strict=True)
+            for first, count, step in zip(runs.first, runs.n, runs.step, strict=True)
         ]
         return torch.cat(slices, dim) if slices else x.narrow(dim, 0, 0)
 
@@ -147,25 +151,24 @@ def _strided(x: Tensor, dim: int, first: int, count: int, step: int) -> Tensor:
     return x[tuple(index)]
 
 
-# Generators work on all documents at once: starts and lengths are arrays, one entry per document; the plain layouts are
-# the case of one document. Each returns (first, count, step) of a rank, one row of runs per document.
-_Generator = Callable[[Array, Array, int, int], tuple[Array, Array, Array]]
+# Generators work on all ranks and documents at once: `rank` is [size, 1, 1], starts and lengths are [documents, 1]; the
+# plain layouts are the case of one document. Each returns (first, count, step) of runs, [size, documents, runs].
+_Generator = Callable[[Array, Array, int, Array], tuple[Array, Array, int]]
 
 
-def _contiguous(starts: Array, lengths: Array, size: int, rank: int) -> tuple[Array, Array, Array]:
+def _contiguous(starts: Array, lengths: Array, size: int, rank: Array) -> tuple[Array, Array, int]:
     begin, end = rank * lengths // size, (rank + 1) * lengths // size
-    return (starts + begin)[:, None], (end - begin)[:, None], np.ones((1, 1), dtype=np.int64)
+    return starts + begin, end - begin, 1
 
 
-def _zigzag(starts: Array, lengths: Array, size: int, rank: int) -> tuple[Array, Array, Array]:
-    chunk = np.array([rank, 2 * size - 1 - rank])
-    begin, end = chunk * lengths[:, None] // (2 * size), (chunk + 1) * lengths[:, None] // (2 * size)
-    return starts[:, None] + begin, end - begin, np.ones((1, 1), dtype=np.int64)
+def _zigzag(starts: Array, lengths: Array, size: int, rank: Array) -> tuple[Array, Array, int]:
+    chunk = np.concatenate([rank, 2 * size - 1 - rank], axis=2)
+    begin, end = chunk * lengths // (2 * size), (chunk + 1) * lengths // (2 * size)
+    return starts + begin, end - begin, 1
 
 
-def _striped(starts: Array, lengths: Array, size: int, rank: int) -> tuple[Array, Array, Array]:
-    count = np.maximum(0, (lengths - rank + size - 1) // size)
-    return (starts + rank)[:, None], count[:, None], np.full((1, 1), size, dtype=np.int64)
+def _striped(starts: Array, lengths: Array, size: int, rank: Array) -> tuple[Array, Array, int]:
+    return starts + rank, np.maximum(0, (lengths - rank + size - 1) // size), size
 
 
 _GENERATORS: dict[str, _Generator] = {"contiguous": _contiguous, "zigzag": _zigzag, "striped": _striped}
@@ -173,10 +176,10 @@ NAMES = tuple(_GENERATORS)
 
 
 def _generate(name: str, kind: str, bounds: Array, size: int) -> Layout:
-    starts, lengths = bounds[:-1], np.diff(bounds)
-    columns = (_GENERATORS[kind](starts, lengths, size, rank) for rank in range(size))
-    runs = tuple(_runs(*(x.ravel() for x in np.broadcast_arrays(*c))) for c in columns)
-    return Layout(name, int(bounds[-1]), size, runs)
+    starts, lengths = bounds[:-1, None], np.diff(bounds)[:, None]
+    first, count, step = _GENERATORS[kind](starts, lengths, size, np.arange(size)[:, None, None])
+    first, count = first.reshape(size, -1), count.reshape(size, -1)
+    return Layout(name, int(bounds[-1]), size, _runs(first, count, np.full_like(count, step)))
 
 
 def _check_sizes(seqlen: int, size: int) -> None:
@@ -244,9 +247,8 @@ def balanced(mask: _HasWork, seqlen: int, size: int) -> Layout:
         bounds[1:-1] = np.round(bounds[1:-1] / 128).astype(np.int64) * 128
     total = np.concatenate(([0], np.cumsum(mask.row_work(seqlen))))
     work = total[bounds[1:]] - total[bounds[:-1]]
-    chunks = _share(work, size, per_rank)
-    runs = tuple(_runs(bounds[c], bounds[c + 1] - bounds[c], np.int64(1)) for c in chunks)
-    return Layout("balanced", seqlen, size, runs)
+    chunks = np.stack(_share(work, size, per_rank))
+    return Layout("balanced", seqlen, size, _runs(bounds[chunks], np.diff(bounds)[chunks], np.ones_like(chunks)))
 
 
 def _share(work: Array, size: int, per_rank: int) -> list[Array]:

@@ -24,6 +24,10 @@ class Pieces(NamedTuple):
     end: Array
     end_slope: Array
 
+    def take(self, which: Array) -> "Pieces":
+        """Some of the pieces, in any order and number."""
+        return Pieces(*(column[which] for column in self))
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -150,14 +154,13 @@ def document_bounds(documents: Documents | Sequence | Tensor) -> Documents:
     rows = documents.tolist() if isinstance(documents, Tensor | np.ndarray) else documents
     if not isinstance(rows, tuple | list) or not rows:
         raise TypeError(f"documents must be cumulative lengths (0, ..., seqlen) or one tuple per batch row: {documents!r}")
-    if isinstance(rows[0], tuple | list | Tensor):
-        return tuple(
-            _one_row(row.tolist() if isinstance(row, Tensor) else row, f"documents[{i}]") for i, row in enumerate(rows)
-        )
+    if isinstance(rows[0], tuple | list | Tensor | np.ndarray):
+        return tuple(_one_row(row, f"documents[{i}]") for i, row in enumerate(rows))
     return _one_row(rows, "documents")
 
 
-def _one_row(row: Sequence, name: str) -> tuple[int, ...]:
+def _one_row(row: object, name: str) -> tuple[int, ...]:
+    row = row.tolist() if isinstance(row, Tensor | np.ndarray) else row
     if not isinstance(row, tuple | list) or len(row) < 1:
         raise TypeError(f"{name} must be cumulative lengths (0, ..., seqlen): {row!r}")
     if any(isinstance(x, bool) or not isinstance(x, int) for x in row):

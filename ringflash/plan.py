@@ -12,7 +12,7 @@ bits every time.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,10 +61,13 @@ class Turn(NamedTuple):
     drop: tuple[int, ...]  # received blocks that no later turn attends or sends
 
 
-def rotate(needs: Array) -> list[Step]:
+Needs = tuple[tuple[bool, ...], ...]  # needs[r][b]: rank r sees a key of block b
+
+
+def rotate(needs: Needs) -> list[Step]:
     """Steps in which every block moves one rank on per step, up to the last rank that needs it."""
     size = len(needs)
-    hops = [[t for t in range(1, size) if needs[(b + t) % size, b]] for b in range(size)]
+    hops = [[t for t in range(1, size) if needs[(b + t) % size][b]] for b in range(size)]
     n_steps = 1 + max((h[-1] for h in hops if h), default=0)
     steps = []
     for t in range(n_steps + 1):
@@ -82,13 +85,13 @@ def _chain(block: int, step: int, hops: list[int], size: int) -> Transfer:
     return Transfer(block, source, block if step > hops[-1] else (block + step) % size)
 
 
-def direct(needs: Array) -> list[Step]:
+def direct(needs: Needs) -> list[Step]:
     """Steps in which each rank receives a block it needs straight from the owner; ranks take turns by distance."""
     size = len(needs)
-    offsets = [d for d in range(1, size) if any(needs[r, (r - d) % size] for r in range(size))]
-    turns = [tuple(range(size))]  # the block attended by each rank, step by step
+    offsets = [d for d in range(1, size) if any(needs[r][(r - d) % size] for r in range(size))]
+    turns: list[tuple[int | None, ...]] = [tuple(range(size))]  # the block attended by each rank, step by step
     for d in offsets:
-        turns.append(tuple((r - d) % size if needs[r, (r - d) % size] else None for r in range(size)))
+        turns.append(tuple((r - d) % size if needs[r][(r - d) % size] else None for r in range(size)))
     steps = []
     for t in range(len(turns) + 1):
         attend = turns[t] if t < len(turns) else (None,) * size
@@ -100,15 +103,16 @@ def direct(needs: Array) -> list[Step]:
     return steps
 
 
-SCHEDULES: dict[str, Callable[[Array], list[Step]]] = {"rotate": rotate, "direct": direct}
+SCHEDULES: dict[str, Callable[[Needs], list[Step]]] = {"rotate": rotate, "direct": direct}
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Everything a ring needs to know about one (layout, mask, schedule): intervals, needed blocks, steps.
 
-    schedule is the one that was picked ("rotate" or "direct"), and why. needs bool (size, size): needs[r, b], rank r sees a key of
-    block b. rows[r]: rank r's global intervals, one entry per distinct batch row.
+    schedule is the one that was picked ("rotate" or "direct"), and why. needs bool (size, size): needs[r, b], rank r sees a
+    key of block b. turns[r]: rank r's own part of every step. rows: the global intervals of all ranks' rows, one entry per
+    distinct batch row.
     """
 
     layout: Layout
@@ -118,7 +122,8 @@ class Plan:
     why: str
     needs: Array
     steps: tuple[Step, ...]
-    rows: tuple[tuple[RowPieces, ...], ...]
+    turns: tuple[tuple[Turn, ...], ...]
+    rows: tuple[RowPieces, ...]
     keys: KeyTable
     _tables: dict
 
@@ -127,18 +132,13 @@ class Plan:
         """Ring size."""
         return self.layout.size
 
-    @functools.cached_property
-    def turns(self) -> tuple[tuple[Turn, ...], ...]:
-        """turns[r]: rank r's own part of every step."""
-        return tuple(tuple(_turns(self.steps, rank)) for rank in range(self.size))
-
     def attended(self, rank: int) -> list[int]:
         """The blocks that a rank attends, in order of the steps; its own is always the first."""
         return [turn.attend for turn in self.turns[rank] if turn.attend is not None]
 
     def work(self, rank: int) -> Array:
         """int64 (size,): visible (query, key) pairs of a rank with every block, per head, mean over distinct batch rows."""
-        return visible_pairs(self.rows[rank], self.keys, self.size) // len(self.rows[rank])
+        return visible_pairs([r.of(rank) for r in self.rows], self.keys, self.size) // len(self.rows)
 
     def intervals(self, rank: int, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:
         """Local (begin, end) of the rank's rows in each block it attends: int32 (1 or batch, seqlen_q), on the device.
@@ -150,26 +150,64 @@ class Plan:
         key = (rank, device, stream)
         if key not in self._tables:
             with torch.inference_mode(False), torch.no_grad():
-                self._tables[key] = local_intervals(
-                    self.rows[rank], self.layout.lengths[rank], self.keys, self.attended(rank), device
-                )
+                rows = [r.of(rank) for r in self.rows]
+                self._tables[key] = local_intervals(rows, self.layout.lengths[rank], self.keys, self.attended(rank), device)
         return self._tables[key]
 
 
-def _turns(steps: tuple[Step, ...], rank: int) -> list[Turn]:
-    used: dict[int, int] = {}  # block -> the last step at which this rank attends or sends it
+def _turns(steps: Sequence[Step], size: int) -> tuple[tuple[Turn, ...], ...]:
+    """Every rank's part of the steps."""
+    used: list[dict[int, int]] = [{} for _ in range(size)]  # block -> the last step at which the rank attends or sends it
+    last = [0] * size
     for t, step in enumerate(steps):
-        attended = () if step.attend[rank] is None else (step.attend[rank],)
-        for block in (*attended, *(x.block for x in step.transfers if x.source == rank)):
-            used[block] = t
-    last = max(t for t, step in enumerate(steps) if step.attend[rank] is not None)
-    turns = []
+        for rank, block in enumerate(step.attend):
+            if block is not None:
+                used[rank][block] = last[rank] = t
+        for x in step.transfers:
+            used[x.source][x.block] = t
+    turns: list[list[Turn]] = [[] for _ in range(size)]
     for t, step in enumerate(steps):
-        sends, grad_sends = (tuple((x.block, x.target) for x in xs if x.source == rank) for xs in (step.transfers, step.grads))
-        recvs, grad_recvs = (tuple((x.block, x.source) for x in xs if x.target == rank) for xs in (step.transfers, step.grads))
-        drop = tuple(block for block, at in used.items() if at == t and block != rank)
-        turns.append(Turn(step.attend[rank], t == last, sends, recvs, grad_sends, grad_recvs, drop))
-    return turns
+        parts = (*_ends(step.transfers, size), *_ends(step.grads, size))
+        for rank, (block, *moved) in enumerate(zip(step.attend, *parts, strict=True)):
+            sends, recvs, grad_sends, grad_recvs = map(tuple, moved)
+            drop = tuple(b for b, at in used[rank].items() if at == t and b != rank)
+            turns[rank].append(Turn(block, t == last[rank], sends, recvs, grad_sends, grad_recvs, drop))
+    return tuple(map(tuple, turns))
+
+
+def _ends(transfers: Sequence[Transfer], size: int) -> tuple[list[list[tuple[int, int]]], list[list[tuple[int, int]]]]:
+    """Each rank's (block, other rank) sends and receives."""
+    sends, recvs = [[] for _ in range(size)], [[] for _ in range(size)]
+    for block, source, target in transfers:
+        sends[source].append((block, target))
+        recvs[target].append((block, source))
+    return sends, recvs
+
+
+class _Exchange(NamedTuple):
+    """What a plan holds that depends on the needed blocks alone."""
+
+    schedule: str
+    why: str
+    steps: tuple[Step, ...]
+    turns: tuple[tuple[Turn, ...], ...]
+
+
+@functools.lru_cache(maxsize=64)
+def _exchange(schedule: str, needs: Needs) -> _Exchange:
+    schedule, why = _choose(needs) if schedule == "auto" else (schedule, "asked for")
+    steps = tuple(step for step in SCHEDULES[schedule](needs) if step.busy)
+    return _Exchange(schedule, why, steps, _turns(steps, len(needs)))
+
+
+def _choose(needs: Needs) -> tuple[str, str]:
+    """(schedule, why): direct where it moves fewer blocks."""
+    size = len(needs)
+    hops = sum(max((t for t in range(1, size) if needs[(b + t) % size][b]), default=0) for b in range(size))
+    needed = sum(sum(row) for row in needs) - sum(needs[r][r] for r in range(size))
+    if needed < hops:
+        return "direct", f"moves {needed} blocks, rotate would move {hops}"
+    return "rotate", f"moves {hops} blocks between neighbours, direct no fewer"
 
 
 @functools.lru_cache(maxsize=16)  # one entry keeps 8 bytes per global token on the device
@@ -180,19 +218,8 @@ def make_plan(layout: Layout, mask: Mask, kv_layout: Layout | None = None, sched
     """
     keys_layout = kv_layout or layout
     extent = max(layout.end, keys_layout.end)
-    pieces = mask.pieces(extent)
-    rows = tuple(tuple(row_pieces(runs, p) for p in pieces) for runs in layout.runs)
+    rows = tuple(row_pieces(layout.runs, pieces) for pieces in mask.pieces(extent))
     keys = KeyTable(keys_layout.runs, extent)
-    per_batch_row = [needed_blocks([r[i] for r in rows], keys, layout.size) for i in range(len(pieces))]
-    needs = np.logical_or.reduce(per_batch_row)
-    schedule, why = _choose(needs) if schedule == "auto" else (schedule, "asked for")
-    steps = tuple(step for step in SCHEDULES[schedule](needs) if step.busy)
-    return Plan(layout, keys_layout, mask, schedule, why, needs, steps, rows, keys, {})
-
-
-def _choose(needs: Array) -> tuple[str, str]:
-    """(schedule, why): direct where it moves fewer blocks."""
-    hops = {name: sum(len(step.transfers) for step in generate(needs)) for name, generate in SCHEDULES.items()}
-    if hops["direct"] < hops["rotate"]:
-        return "direct", f"moves {hops['direct']} blocks, rotate would move {hops['rotate']}"
-    return "rotate", f"moves {hops['rotate']} blocks between neighbours, direct no fewer"
+    needs = np.logical_or.reduce([needed_blocks(r, keys, layout.size) for r in rows])
+    exchange = _exchange(schedule, tuple(map(tuple, needs.tolist())))
+    return Plan(layout, keys_layout, mask, needs=needs, rows=rows, keys=keys, _tables={}, **exchange._asdict())

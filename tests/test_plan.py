@@ -1,0 +1,234 @@
+"""Plans, executed symbolically: every visible pair once and no other, with blocks and dK/dV where the transfers put them."""
+
+import random
+import time
+
+import oracle
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ring_cases import LAYOUTS, make_layout
+
+import ringflash as rf
+from ringflash.plan import Plan, make_plan
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def documents(draw: st.DrawFn, seqlen: int) -> tuple[int, ...]:
+    """Cumulative lengths, some documents empty."""
+    return (0, *sorted(draw(st.lists(st.integers(0, seqlen), max_size=5))), seqlen)
+
+
+@st.composite
+def masks(draw: st.DrawFn, seqlen: int) -> rf.Mask:
+    causal = draw(st.booleans())
+    side = st.one_of(st.none(), st.integers(0, 9), st.just(50))
+    left, right = draw(side), 0 if causal else draw(side)
+    kind = draw(st.sampled_from(("plain", "documents", "rows", "prefix")))
+    if kind == "prefix":
+        return rf.Mask(causal, (None, right), prefix=draw(st.integers(0, seqlen + 3)))
+    rows = {"plain": 0, "documents": 1, "rows": 2}[kind]
+    cu = tuple(draw(documents(seqlen)) for _ in range(rows))
+    return rf.Mask(causal, (left, right), documents=(cu if kind == "rows" else cu[0]) if cu else None)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Queries anywhere among the keys, laid out alike or otherwise."""
+    size, seqlen_k = draw(st.integers(1, 6)), draw(st.integers(0, 40))
+    seqlen = seqlen_k if draw(st.booleans()) else draw(st.integers(0, seqlen_k))
+    front = draw(st.integers(0, seqlen_k - seqlen))
+    mask = draw(masks(seqlen_k))
+    layout = _layout(draw(st.sampled_from(LAYOUTS)), seqlen, size, mask).shift(front)
+    same = seqlen == seqlen_k and draw(st.booleans())
+    kv_layout = None if same else _layout(draw(st.sampled_from(LAYOUTS)), seqlen_k, size, mask)
+    return make_plan(layout, mask, kv_layout, draw(st.sampled_from(("rotate", "direct", "auto"))))
+
+
+def _layout(name: str, seqlen: int, size: int, mask: rf.Mask) -> rf.Layout:
+    ends = {row[-1] for row in mask.document_rows(seqlen)}
+    return make_layout(name, seqlen, size, mask if ends == {seqlen} else rf.Mask(mask.causal, mask.window))
+
+
+def seen(plan: Plan) -> torch.Tensor:
+    """int (batch rows, queries, keys): what the mask's definition says."""
+    keys = torch.arange(plan.kv_layout.seqlen)
+    return oracle.visible(plan.mask, torch.arange(plan.layout.offset, plan.layout.end), keys).int()
+
+
+def attended(plan: Plan) -> torch.Tensor:
+    """int (batch rows, queries, keys): how often the plan computes each pair; a block is attended where it has been put."""
+    done = torch.zeros_like(seen(plan))
+    held = [{rank} for rank in range(plan.size)]
+    for step in plan.steps:
+        for rank, block in enumerate(step.attend):
+            if block is None:
+                continue
+            assert block in held[rank]
+            begin, end = plan.intervals(rank, CPU)[block]
+            keys = plan.kv_layout.positions(block)
+            index = torch.arange(len(keys))
+            assert bool(((begin >= 0) & (begin <= end) & (end <= len(keys))).all())
+            assert bool((begin.diff() >= 0).all()) and bool((end.diff() >= 0).all())
+            sees = (index >= begin[..., None]) & (index < end[..., None])
+            queries = plan.layout.positions(rank) - plan.layout.offset
+            done[:, queries[:, None], keys[None, :]] += sees.int()
+        for block, source, target in step.transfers:
+            assert block in held[source], "sent by a rank that does not hold it"
+            assert block not in held[target], "sent twice"
+        for block, _, target in step.transfers:
+            held[target].add(block)
+    return done
+
+
+@given(plans())
+def test_every_visible_pair_once_and_no_other(plan: Plan) -> None:
+    assert torch.equal(attended(plan), seen(plan))
+
+
+@given(plans())
+def test_needs_and_work_are_exact(plan: Plan) -> None:
+    pairs = seen(plan)
+    work = torch.tensor([
+        [pairs[:, plan.layout.positions(r) - plan.layout.offset][:, :, plan.kv_layout.positions(b)].sum() for b in range(plan.size)]
+        for r in range(plan.size)
+    ])  # fmt: skip
+    assert torch.equal(torch.from_numpy(plan.needs), work > 0)
+    assert [plan.work(rank).tolist() for rank in range(plan.size)] == (work // len(pairs)).tolist()
+
+
+@given(plans())
+def test_partial_gradients_travel_as_one_and_come_home_whole(plan: Plan) -> None:
+    # partial[rank][block]: whose contributions to the block's dK/dV lie on the rank
+    partial: list[dict[int, list[int]]] = [{} for _ in range(plan.size)]
+    for step in plan.steps:
+        arriving = [(x.target, x.block, partial[x.source].pop(x.block)) for x in step.grads]  # complete before this step
+        for rank, block in enumerate(step.attend):
+            if block is not None:
+                partial[rank].setdefault(block, []).append(rank)
+        for rank, block, ranks in arriving:
+            partial[rank].setdefault(block, []).extend(ranks)
+        if plan.schedule == "rotate":  # one partial per block, besides the owner's own share
+            away = [block for rank, blocks in enumerate(partial) for block in blocks if block != rank]
+            assert len(away) == len(set(away))
+    for rank, blocks in enumerate(partial):
+        assert list(blocks) == [rank]
+        assert sorted(blocks[rank]) == sorted({rank, *(r for r in range(plan.size) if plan.needs[r, rank])})
+
+
+@given(plans())
+def test_turns_are_the_steps_and_both_ends_of_each_hop_agree(plan: Plan) -> None:
+    for t, step in enumerate(plan.steps):
+        turns = [turns[t] for turns in plan.turns]
+        assert [turn.attend for turn in turns] == list(step.attend)
+        for hops, sends, recvs in ((step.transfers, "sends", "recvs"), (step.grads, "grad_sends", "grad_recvs")):
+            expected = sorted(hops)
+            assert sorted((b, r, to) for r, turn in enumerate(turns) for b, to in getattr(turn, sends)) == expected
+            assert sorted((b, source, r) for r, turn in enumerate(turns) for b, source in getattr(turn, recvs)) == expected
+            for x in hops:  # transfers between two ranks pair up in order
+                mine = [b for b, to in getattr(turns[x.source], sends) if to == x.target]
+                assert mine == [b for b, source in getattr(turns[x.target], recvs) if source == x.source]
+
+
+@given(plans())
+def test_blocks_are_dropped_after_their_last_use_and_never_pile_up(plan: Plan) -> None:
+    for rank, turns in enumerate(plan.turns):
+        held: set[int] = set()
+        for t, turn in enumerate(turns):
+            arriving = {block for block, _ in turn.recvs}
+            assert not held & arriving
+            held |= arriving
+            assert len(held) <= 2  # one attended, one arriving
+            later = turns[t + 1 :]
+            used = {x.attend for x in later} | {block for x in later for block, _ in x.sends}
+            assert set(turn.drop) <= held
+            held -= set(turn.drop)
+            assert held == held & used
+        assert not held
+        ends = [t for t, turn in enumerate(turns) if turn.attend is not None]
+        assert [t for t, turn in enumerate(turns) if turn.last] == [ends[-1]]
+        assert turns[0].attend == rank
+
+
+def moved(plan: Plan) -> int:
+    return sum(len(step.transfers) for step in plan.steps)
+
+
+@given(plans())
+def test_direct_moves_exactly_the_needed_blocks_straight_from_their_owners(plan: Plan) -> None:
+    plan = make_plan(plan.layout, plan.mask, plan.kv_layout, "direct")
+    hops = [x for step in plan.steps for x in step.transfers]
+    assert all(x.source == x.block for x in hops)
+    needed = {(r, b) for r in range(plan.size) for b in range(plan.size) if r != b and plan.needs[r, b]}
+    assert sorted((x.target, x.block) for x in hops) == sorted(needed)
+    grads = [x for step in plan.steps for x in step.grads]
+    assert sorted((x.source, x.block) for x in grads) == sorted(needed)
+    assert all(x.target == x.block for x in grads)
+
+
+@given(plans())
+def test_auto_takes_direct_only_where_it_moves_fewer_blocks_and_says_why(plan: Plan) -> None:
+    by_name = {name: moved(make_plan(plan.layout, plan.mask, plan.kv_layout, name)) for name in ("rotate", "direct")}
+    auto = make_plan(plan.layout, plan.mask, plan.kv_layout)
+    assert auto.schedule == ("direct" if by_name["direct"] < by_name["rotate"] else "rotate")
+    assert str(by_name[auto.schedule]) in auto.why
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (rf.Mask(), 12),
+        (rf.Mask(causal=True), 6),
+        (rf.Mask(causal=True, window=(8, None)), 3),
+        (rf.Mask(causal=True, window=(9, None)), 5),
+        (rf.Mask(window=(0, 0)), 0),
+        (rf.Mask(documents=(0, 8, 16, 24, 32)), 0),
+        (rf.Mask(causal=True, documents=(0, 9, 32)), 4),
+    ],
+    ids=repr,
+)
+def test_number_of_blocks_that_move(mask: rf.Mask, expected: int) -> None:
+    assert moved(make_plan(rf.layouts.contiguous(32, 4), mask, schedule="direct")) == expected
+
+
+def test_rotate_moves_between_neighbours_only() -> None:
+    plan = make_plan(rf.layouts.zigzag(32, 4), rf.Mask(causal=True), schedule="rotate")
+    assert all(x.target == (x.source + 1) % 4 for step in plan.steps for x in step.transfers)
+    assert moved(plan) == 12
+
+
+def test_plans_are_cached_by_value() -> None:
+    mask = rf.Mask(causal=True, documents=(0, 5, 12))
+    plan = make_plan(rf.layouts.per_document("zigzag", (0, 5, 12), 2), mask)
+    assert make_plan(rf.layouts.per_document("zigzag", torch.tensor([0, 5, 12]), 2), rf.Mask(True, None, (0, 5, 12))) is plan
+    one_document = rf.layouts.per_document("zigzag", (0, 12), 2)
+    assert make_plan(rf.layouts.zigzag(12, 2), mask) is make_plan(one_document, mask)
+    assert make_plan(rf.layouts.zigzag(12, 2), rf.Mask(window=(None, None))) is make_plan(one_document, rf.Mask())
+    assert make_plan(one_document, mask).intervals(0, CPU) is make_plan(one_document, mask).intervals(0, CPU)
+
+
+def test_the_cache_is_bounded() -> None:
+    limit = make_plan.cache_info().maxsize
+    assert limit is not None and limit <= 64
+    for seqlen in range(limit + 5):
+        make_plan(rf.layouts.zigzag(seqlen, 2), rf.Mask())
+    assert make_plan.cache_info().currsize <= limit
+
+
+def new_batch(name: str, cu: tuple[int, ...]) -> float:
+    """Seconds of host time of a batch whose documents nobody has seen before."""
+    begin = time.perf_counter()
+    mask = rf.Mask(causal=True, documents=cu)
+    layout = rf.layouts.per_document(name[4:], cu, 8) if name.startswith("per ") else getattr(rf.layouts, name)(cu[-1], 8)
+    make_plan(layout, mask)
+    return time.perf_counter() - begin
+
+
+@pytest.mark.parametrize("name", ["zigzag", "striped", "contiguous", "per zigzag"])
+def test_a_new_packed_batch_of_100k_tokens_costs_under_a_millisecond(name: str) -> None:
+    rng = random.Random(name)
+    batches = [(0, *sorted(rng.sample(range(1, 100_000), 65)), 100_000) for _ in range(30)]
+    assert min(new_batch(name, cu) for cu in batches) < 1e-3
