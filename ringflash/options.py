@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-_CHOICES = {
+CHOICES = {
     "transport": ("auto", "p2p"),
     "schedule": ("auto", "rotate", "direct"),
     "check": ("first", "always", "never"),
@@ -27,7 +27,7 @@ class Options:
     kernel: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}: {name}={getattr(self, name)!r}")
         if not isinstance(self.deterministic, bool):

@@ -54,13 +54,13 @@ def _layout(name: str, seqlen: int, size: int, mask: rf.Mask) -> rf.Layout:
 
 
 def seen(plan: Plan) -> torch.Tensor:
-    """int (batch rows, queries, keys): what the mask's definition says."""
+    """uint8 (batch rows, queries, keys): what the mask's definition says."""
     keys = torch.arange(plan.kv_layout.seqlen)
-    return oracle.visible(plan.mask, torch.arange(plan.layout.offset, plan.layout.end), keys).int()
+    return oracle.visible(plan.mask, torch.arange(plan.layout.offset, plan.layout.end), keys).byte()
 
 
 def attended(plan: Plan) -> torch.Tensor:
-    """int (batch rows, queries, keys): how often the plan computes each pair; a block is attended where it has been put."""
+    """uint8 (batch rows, queries, keys): how often the plan computes each pair; a block is attended where it has been put."""
     done = torch.zeros_like(seen(plan))
     held = [{rank} for rank in range(plan.size)]
     for step in plan.steps:
@@ -72,10 +72,10 @@ def attended(plan: Plan) -> torch.Tensor:
             keys = plan.kv_layout.positions(block)
             index = torch.arange(len(keys))
             assert bool(((begin >= 0) & (begin <= end) & (end <= len(keys))).all())
-            assert bool((begin.diff() >= 0).all()) and bool((end.diff() >= 0).all())
+            assert bool(((begin.diff() >= 0) & (end.diff() >= 0)).all())
             sees = (index >= begin[..., None]) & (index < end[..., None])
             queries = plan.layout.positions(rank) - plan.layout.offset
-            done[:, queries[:, None], keys[None, :]] += sees.int()
+            done[:, queries[:, None], keys[None, :]] += sees.byte()
         for block, source, target in step.transfers:
             assert block in held[source], "sent by a rank that does not hold it"
             assert block not in held[target], "sent twice"
@@ -89,15 +89,28 @@ def test_every_visible_pair_once_and_no_other(plan: Plan) -> None:
     assert torch.equal(attended(plan), seen(plan))
 
 
+def pairs_per_block(plan: Plan) -> torch.Tensor:
+    """int64 (size, size): visible pairs of each rank's queries with each block, summed over batch rows."""
+    pairs = seen(plan).sum(0, dtype=torch.int32)
+    rows = [pairs[plan.layout.positions(rank) - plan.layout.offset].sum(0) for rank in range(plan.size)]
+    return torch.stack([torch.stack([row[plan.kv_layout.positions(b)].sum() for b in range(plan.size)]) for row in rows])
+
+
 @given(plans())
 def test_needs_and_work_are_exact(plan: Plan) -> None:
-    pairs = seen(plan)
-    work = torch.tensor([
-        [pairs[:, plan.layout.positions(r) - plan.layout.offset][:, :, plan.kv_layout.positions(b)].sum() for b in range(plan.size)]
-        for r in range(plan.size)
-    ])  # fmt: skip
+    work = pairs_per_block(plan)
     assert torch.equal(torch.from_numpy(plan.needs), work > 0)
-    assert [plan.work(rank).tolist() for rank in range(plan.size)] == (work // len(pairs)).tolist()
+    rows = plan.mask.batch or 1
+    assert [plan.work(rank).tolist() for rank in range(plan.size)] == (work // rows).tolist()
+
+
+@pytest.mark.parametrize("window", [(0, 0), (2, 0), (40, None)])
+@pytest.mark.parametrize("layout", ["striped", "zigzag", "per_document(striped)"])
+def test_needs_are_exact_where_there_are_too_many_rows_to_look_at_each(window: tuple[int, int | None], layout: str) -> None:
+    seqlen, size = 4500, 5
+    mask = rf.Mask(window=window, documents=(0, *sorted(random.Random(seqlen).sample(range(1, seqlen), 200)), seqlen))
+    plan = make_plan(make_layout(layout, seqlen, size, mask), mask, rf.layouts.striped(seqlen, size))
+    assert torch.equal(torch.from_numpy(plan.needs), pairs_per_block(plan) > 0)
 
 
 @given(plans())
@@ -212,7 +225,8 @@ def test_plans_are_cached_by_value() -> None:
 
 def test_the_cache_is_bounded() -> None:
     limit = make_plan.cache_info().maxsize
-    assert limit is not None and limit <= 64
+    assert limit is not None
+    assert limit <= 64
     for seqlen in range(limit + 5):
         make_plan(rf.layouts.zigzag(seqlen, 2), rf.Mask())
     assert make_plan.cache_info().currsize <= limit

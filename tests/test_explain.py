@@ -1,0 +1,128 @@
+"""What explain says, against counting: pairs, bytes, schedule, and the errors ring_attention would raise."""
+
+import re
+
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ringflash as rf
+from ringflash.plan import make_plan
+
+CAUSAL = rf.Mask(causal=True)
+
+
+def shards(layout: rf.Layout, rank: int = 0, dtype: torch.dtype = torch.bfloat16, device: str = "meta") -> list[Tensor]:
+    """q (2, tokens, 8, 64), k with 2 heads, v with headdim_v 32."""
+    shapes = ((8, 64), (2, 64), (2, 32))
+    return [torch.empty(2, layout.lengths[rank], *shape, dtype=dtype, device=device) for shape in shapes]
+
+
+@given(
+    st.sampled_from([CAUSAL, rf.Mask(), rf.Mask(causal=True, window=(9, 0)), rf.Mask(documents=(0, 11, 40))]),
+    st.sampled_from(["zigzag", "contiguous", "striped"]),
+    st.sampled_from(["auto", "rotate", "direct"]),
+    st.integers(1, 4),
+    st.data(),
+)
+@settings(max_examples=40)
+def test_work_and_bytes_are_right(mask: rf.Mask, name: str, schedule: str, size: int, data: st.DataObject) -> None:
+    layout, rank = getattr(rf.layouts, name)(40, size), data.draw(st.integers(0, size - 1))
+    told = rf.explain(*shards(layout, rank), layout=layout, mask=mask, rank=rank, options=rf.Options(schedule=schedule))
+    plan = make_plan(layout, mask, None, schedule)
+    position = torch.arange(40)
+    pairs = oracle.visible(mask, position, position)[0]
+    for step, turn in zip(told.steps, plan.turns[rank], strict=True):
+        seen = 0 if step.attends is None else int(pairs[layout.positions(rank)][:, layout.positions(step.attends)].sum())
+        assert (step.attends, step.pairs) == (turn.attend, seen)
+        element = 2 * 2 * (64 + 32)  # batch * nheads_k * (headdim + headdim_v)
+        for told_bytes, hops, itemsize in (
+            (step.bytes_sent, turn.sends, 2),
+            (step.bytes_received, turn.recvs, 2),
+            (step.grad_bytes_sent, turn.grad_sends, 4),
+            (step.grad_bytes_received, turn.grad_recvs, 4),
+        ):
+            assert told_bytes == sum(layout.lengths[block] for block, _ in hops) * element * itemsize
+    each = [int(pairs[layout.positions(r)].sum()) for r in range(size)]
+    assert told.pairs_per_rank == tuple(each)
+    assert told.flops == 2 * 2 * 8 * each[rank] * (64 + 32)
+    assert told.imbalance == pytest.approx(max(each) * size / sum(each))
+    assert told.schedule.startswith(plan.schedule)
+
+
+def test_bytes_sent_in_a_rank_pass_equal_bytes_received_somewhere() -> None:
+    layout = rf.layouts.zigzag(57, 4)
+    told = [rf.explain(*shards(layout, rank), layout=layout, mask=CAUSAL, rank=rank) for rank in range(4)]
+    for steps in zip(*(t.steps for t in told), strict=True):
+        assert sum(s.bytes_sent for s in steps) == sum(s.bytes_received for s in steps)
+        assert sum(s.grad_bytes_sent for s in steps) == sum(s.grad_bytes_received for s in steps)
+
+
+def test_the_report_is_readable() -> None:
+    layout = rf.layouts.zigzag(65536, 4)
+    text = str(rf.explain(*shards(layout), layout=layout, mask=CAUSAL))
+    for words in (
+        "rank 0 of 4: Layout(zigzag, seqlen=65536, size=4), Mask(causal=True",
+        "kernel     triton (as on a GPU: meta tensors)",
+        "transport  p2p",
+        "schedule   rotate (moves 12 blocks between neighbours, direct no fewer)",
+        "busiest rank 1.000 x the mean",
+        "step  attends  visible pairs",
+        "12 MiB",
+    ):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 128
+
+
+def test_no_work_is_balanced_and_one_rank_moves_nothing() -> None:
+    layout = rf.layouts.zigzag(0, 1)
+    told = rf.explain(*shards(layout), layout=layout)
+    assert (told.imbalance, told.flops, told.buffer_bytes) == (1.0, 0, 0)
+    assert told.transport == "none (one rank)"
+
+
+def test_buffers_are_the_blocks_in_flight() -> None:
+    layout = rf.layouts.contiguous(40, 4)
+    block = 10 * 2 * 2 * (64 + 32) * 2
+    assert rf.explain(*shards(layout), layout=layout).buffer_bytes == 2 * block
+    assert rf.explain(*shards(layout, 1), layout=layout, mask=rf.Mask(causal=True), rank=1).buffer_bytes == block
+    assert rf.explain(*shards(layout), layout=layout, mask=rf.Mask(window=(0, 0))).buffer_bytes == 0
+
+
+def test_a_name_needs_a_size_and_tensors_on_a_cpu_get_the_reference() -> None:
+    q, k, v = shards(rf.layouts.zigzag(40, 4), device="cpu")
+    told = rf.explain(q, k, v, layout="zigzag", size=4)
+    assert told.kernel == "reference (tensors on a CPU)"
+    assert told.layout == "Layout(zigzag, seqlen=40, size=4)"
+    with pytest.raises(ValueError, match="size must be given where layout is a name: layout='zigzag'"):
+        rf.explain(q, k, v, layout="zigzag")
+
+
+def test_keys_may_lie_elsewhere() -> None:
+    layout, kv_layout = rf.layouts.contiguous(8, 2).shift(12), rf.layouts.striped(20, 2)
+    q, (_, k, v) = shards(layout)[0], shards(kv_layout)
+    told = rf.explain(q, k, v, layout=layout, kv_layout=kv_layout, mask=CAUSAL)
+    assert sum(told.pairs_per_rank) == sum(range(13, 21))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"rank": 2}, ValueError, "rank must be in 0 ... size-1: rank=2, size=2"),
+        ({"size": 3}, ValueError, "layout must be for this ring's size: layout.size=2, ring size 3"),
+        ({"layout": rf.layouts.zigzag(42, 2)}, ValueError, "q must hold this rank's tokens of the layout"),
+        ({"layout": 3}, TypeError, "layout must be an rf.Layout or the name of one: layout=3"),
+        ({"layout": "ring", "size": 2}, ValueError, "layout must be one of 'contiguous', 'zigzag', 'striped'"),
+        ({"mask": None}, TypeError, "mask must be an rf.Mask: mask=None"),
+        ({"mask": rf.Mask(documents=(0, 4))}, ValueError, "documents must end at the sequence length"),
+        ({"options": None}, TypeError, "options must be an rf.Options: options=None"),
+    ],
+    ids=str,
+)
+def test_refusals_are_those_of_ring_attention(change: dict, kind: type[Exception], words: str) -> None:
+    layout = rf.layouts.zigzag(40, 2)
+    with pytest.raises(kind, match=re.escape(words)):
+        rf.explain(*shards(layout), **{"layout": layout, **change})

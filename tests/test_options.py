@@ -1,0 +1,50 @@
+"""Options: frozen, compared by value, and nothing unknown is accepted."""
+
+import dataclasses
+import re
+
+import pytest
+
+import ringflash as rf
+from ringflash import tile
+from ringflash.options import CHOICES
+from ringflash.plan import SCHEDULES
+
+
+def test_defaults() -> None:
+    assert rf.Options() == rf.Options(transport="auto", schedule="auto", check="first", deterministic=False, kernel="auto")
+    assert hash(rf.Options()) == hash(rf.Options())
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rf.Options().check = "never"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, choices in CHOICES.items() for value in choices])
+def test_every_choice_is_taken(name: str, value: str) -> None:
+    assert getattr(rf.Options(**{name: value}), name) == value  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("value", ["fast", None, 1, ["auto"], True], ids=repr)
+def test_any_other_is_refused_in_words(name: str, value: object) -> None:
+    words = f"{name} must be one of {', '.join(map(repr, CHOICES[name]))}: {name}={value!r}"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        rf.Options(**{name: value})  # pyright: ignore[reportArgumentType]
+
+
+def test_deterministic_is_a_bool() -> None:
+    assert rf.Options(deterministic=True).deterministic
+    with pytest.raises(TypeError, match="deterministic must be True or False: deterministic=1"):
+        rf.Options(deterministic=1)  # pyright: ignore[reportArgumentType]
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(TypeError, match="overlap"):
+        rf.Options(overlap=True)  # pyright: ignore[reportCallIssue]
+
+
+def test_the_names_are_those_that_the_modules_know() -> None:
+    assert set(CHOICES["schedule"]) == {"auto", *SCHEDULES}
+    assert set(CHOICES["kernel"]) == set(tile.KERNELS)
