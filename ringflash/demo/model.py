@@ -69,6 +69,7 @@ class RMSNorm(nn.Module):
         self.gain = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalised in float32 also where x is bfloat16: the mean of squares needs the digits."""
         return F.rms_norm(x.float(), (x.shape[-1],), self.gain, eps=1e-6)
 
 
@@ -84,6 +85,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.nheads_q * config.headdim, config.width, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor, batch: SequenceBatch) -> Tensor:
+        """What each token of this rank gathers from all tokens it sees, on whatever rank they lie."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.headdim))  # (batch, seqlen, nheads, headdim)
             for project in (self.query, self.key, self.value)
@@ -103,6 +105,7 @@ class FeedForward(nn.Module):
         self.output = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """What each token makes of itself."""
         return self.output(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -117,6 +120,7 @@ class Layer(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, angles: Tensor, batch: SequenceBatch) -> Tensor:
+        """Each half reads the normalised stream and adds to the stream itself, an open path for gradients."""
         x = x + self.attention(self.attention_norm(x), angles, batch)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -140,10 +144,14 @@ class Decoder(nn.Module):
             writes_residual = module.out_features == self.config.width
             nn.init.normal_(module.weight, std=std * (2 * self.config.layers) ** -0.5 if writes_residual else std)
         elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)  # tied to the output head: small, so the first guess is uniform
+            # As the output head this matrix meets tokens of length sqrt(width), its own rows among them: any larger and
+            # the untrained model would be sure that each byte repeats. As the input its scale is normalised away.
+            nn.init.normal_(module.weight, std=1 / self.config.width)
 
     def forward(self, tokens: Tensor, batch: SequenceBatch) -> Tensor:
-        angles = rope_angles(batch.positions(), headdim=self.config.headdim, base=self.config.rope_base)
+        """This rank's tokens -> its logits; all ranks of the ring make the call together."""
+        positions = batch.positions().to(tokens.device)
+        angles = rope_angles(positions, headdim=self.config.headdim, base=self.config.rope_base)
         x = F.rms_norm(self.embedding(tokens), (self.config.width,))  # the small embedding, at the stream's scale
         for layer in self.layers:
             x = layer(x, angles, batch)

@@ -1,7 +1,8 @@
 """The training text: Python's own language reference as bytes, which every Python carries in `pydoc_data.topics`."""
 
-import torch
 from pydoc_data.topics import topics
+
+import torch
 from torch import Tensor
 
 

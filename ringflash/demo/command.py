@@ -1,0 +1,119 @@
+"""The `ringflash demo` command: its options, and the ranks it runs on."""
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import ringflash as rf
+from ringflash.demo.parts import CopyPart, Job, TextPart
+from ringflash.launch import local
+from ringflash.launch.bootstrap import bootstrap
+from ringflash.launch.world import launcher
+
+CPU_RANKS = 2
+DESCRIPTION = """\
+Train a small language model with ring attention over several ranks, repeat the same steps on one rank, and compare;
+then train a copy task whose source and target lie on different ranks. Exit status 1 when a check fails.
+
+Starts its own ranks on this host. Under torchrun, mpiexec or srun it uses theirs:
+  torchrun --nproc-per-node 4 -m ringflash.demo        mpiexec -n 4 python -m ringflash.demo
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0 all checks passed, 1 one failed (argparse exits with 2 by itself)."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if launcher() != "single":
+        check(parser, args, launched=True)
+        return run(args)
+    check(parser, args, launched=False)
+    device = device_type(args)
+    nproc = args.nproc or (torch.cuda.device_count() if device == "cuda" else CPU_RANKS)
+    try:
+        local.require_ranks(nproc, device)
+    except ValueError as error:
+        parser.error(str(error))
+    return max(local.run(run, nproc, (args,), device=device))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="ringflash demo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nproc", type=at_least(1), metavar="N", help="ranks (default: all GPUs, or 2 on the CPU)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: GPUs if any")
+    parser.add_argument("--part", choices=("text", "copy", "both"), help="default: both; copy with --cut")
+    parser.add_argument("--cut", action="store_true", help="copy task without attention between shards: must fail")
+    parser.add_argument("--steps", type=at_least(1), metavar="N", help="text: training steps")
+    parser.add_argument("--seqlen", type=at_least(2), metavar="N", help="text: bytes of one sequence, over all ranks")
+    parser.add_argument("--layout", choices=rf.layouts.NAMES, default="zigzag", help="text: default zigzag")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="text: draw both loss curves (needs matplotlib)")
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of weights and data (default 0)")
+    return parser
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """An argparse type: an integer not below `least`."""
+
+    def integer(text: str) -> int:
+        if not text.strip().lstrip("+-").isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}: {text!r}")
+        return int(text)
+
+    return integer
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace, *, launched: bool) -> None:
+    """End with a usage error where options contradict each other or their surroundings; fill in --part."""
+    if launched and args.nproc is not None:
+        parser.error(f"--nproc is the launcher's to say here: --nproc {args.nproc} under {launcher()}; leave it out")
+    if args.cut and args.part == "text":
+        parser.error("--cut is about the copy task: --part text leaves it out; drop one of them")
+    args.part = args.part or ("copy" if args.cut else "both")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU that PyTorch can see, and there is none; use --device cpu")
+    if args.plot is not None:
+        check_plot(parser, args)
+
+
+def check_plot(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with a usage error now where the picture could not be written after minutes of training."""
+    if args.part == "copy":
+        parser.error("--plot draws the text part's curves: the copy task alone has none; add --part both")
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'ringflash[plot]'")
+    if args.plot.suffix != ".png" or not args.plot.parent.is_dir():
+        parser.error(f"--plot must name a .png file in a folder that exists: --plot {args.plot}")
+
+
+def device_type(args: argparse.Namespace) -> Literal["cpu", "cuda"]:
+    """What --device says, or for "auto" what there is."""
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    return auto if args.device == "auto" else args.device
+
+
+def run(args: argparse.Namespace) -> int:
+    """What each rank does: returns the exit status, the same on all."""
+    with bootstrap(device=device_type(args)) as session:
+        share_cores(session.world.local_size)
+        job = Job.of_world(session.device)
+        text = TextPart(seed=args.seed, layout=args.layout, seqlen=args.seqlen, steps=args.steps, plot=args.plot)
+        copy = CopyPart(seed=args.seed, cut=args.cut)
+        parts = {"text": (text,), "copy": (copy,), "both": (text, copy)}[args.part]
+        passed = [part.run(job) for part in parts]  # all of them, also after one has failed
+    return 0 if all(passed) else 1
+
+
+def share_cores(local_size: int) -> None:
+    """Leave each rank its part of the host's cores; mpiexec does not see to it."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
+
+

@@ -1,0 +1,40 @@
+"""Whether two runs of the same steps are the same training: the largest differences, and the bounds they must keep."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ringflash.demo.train import Run
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Relative differences: of a step's loss, and of its gradient as the norm of the difference over the norm."""
+
+    loss: float
+    gradient: float
+
+    def within(self, bound: "Difference") -> bool:
+        """Whether both keep the bound; a NaN keeps none."""
+        return self.loss <= bound.loss and self.gradient <= bound.gradient
+
+
+# Ring and single rank add the same numbers in another order, so they differ by rounding (float32 2 ** -24, bfloat16
+# 2 ** -9), which every step then feeds into the next. Each bound leaves an order of magnitude over what was measured
+# at the demo's default sizes; a wrong key, position or label shows as 1e-1 and more in the first steps.
+BOUNDS = {
+    torch.float32: Difference(loss=1e-5, gradient=1e-4),
+    torch.bfloat16: Difference(loss=1e-2, gradient=1e-1),
+}
+
+
+def compare(ring: Run, alone: Run) -> Difference:
+    """The largest difference over all steps (losses) and over the steps whose gradients were kept."""
+    losses = [abs(a - b) / abs(b) for a, b in zip(ring.losses, alone.losses, strict=True)]
+    gradients = [((ring.gradients[step] - g).norm() / g.norm()).item() for step, g in alone.gradients.items()]
+    return Difference(largest(losses), largest(gradients))
+
+
+def largest(values: list[float]) -> float:
+    """max() that does not lose a NaN."""
+    return torch.tensor(values).amax().item()
