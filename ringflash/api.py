@@ -67,10 +67,10 @@ _Prepared = tuple[tuple[Tensor, Tensor, Tensor], checks.Call]
 
 def _checked(comm: Communicator, prepare: Callable[[], _Prepared], options: object) -> _Prepared:
     """Run the local checks, then compare the ranks: whatever is wrong on one is raised on all."""
-    check = options.check if isinstance(options, Options) else "first"
+    check = options.check if isinstance(options, Options) else comm.check
     try:
         prepared = prepare()
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except Exception as error:  # of any kind: the other ranks must not wait for this one
         checks.agree(comm, error, check)
         raise
     checks.agree(comm, checks.facts(*prepared[0], prepared[1]), check)

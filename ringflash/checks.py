@@ -6,7 +6,7 @@ enter it alone. A rank with a local error sends the error in place of its facts,
 
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -20,6 +20,7 @@ from ringflash.options import Options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEADDIM = 256
+MESSAGE_BYTES = 4096  # of what one rank tells the others
 FIRST_CALLS = 16  # check="first": enough for every kind of layer of a model to be compared once
 
 
@@ -27,6 +28,7 @@ class _Gathers(Protocol):
     rank: int
     size: int
     calls: int
+    check: str
 
     def gather_bytes(self, message: bytes, limit: int = ...) -> list[bytes]:
         """Every rank's message, in rank order."""
@@ -48,18 +50,22 @@ class Call:
     options: Options
 
 
-def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Shapes, dtypes and devices of one rank's q, k, v."""
+def tensors(q: Tensor, k: Tensor, v: Tensor, *, meta: bool = False) -> None:
+    """Shapes, dtypes and devices of one rank's q, k, v. meta: meta tensors will do, since nothing is computed."""
     named = {"q": q, "k": k, "v": v}
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor: {name} is a {type(x).__name__}")
+        if x.layout != torch.strided or x.is_nested:
+            found = "a nested tensor" if x.is_nested else f"{name}.layout={x.layout}"
+            raise TypeError(f"{name} must be a dense strided tensor: {found}; pack sequences and pass rf.Mask(documents=...)")
         if x.dim() != 4:
             raise ValueError(f"{name} must be (batch, seqlen, nheads, headdim): {name}.shape={tuple(x.shape)}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float32, float16 or bfloat16: {name}.dtype={x.dtype}")
-        if x.device.type not in ("cpu", "cuda", "meta"):
-            raise ValueError(f"{name} must be on a CPU or a CUDA GPU: {name}.device={x.device}")
+        if x.device.type not in ("cpu", "cuda") and not (meta and x.device.type == "meta"):
+            hint = "; rf.explain takes meta tensors" if x.device.type == "meta" else ""
+            raise ValueError(f"{name} must be on a CPU or a CUDA GPU: {name}.device={x.device}{hint}")
     for what in ("dtype", "device"):
         if len({getattr(x, what) for x in named.values()}) > 1:
             found = ", ".join(f"{name}.{what}={getattr(x, what)}" for name, x in named.items())
@@ -114,8 +120,8 @@ def scale(value: float | None, headdim: int) -> float:
     """The softmax scale: headdim ** -0.5 unless given."""
     if value is None:
         return headdim**-0.5
-    if isinstance(value, bool) or not isinstance(value, float | int) or not math.isfinite(value):
-        raise ValueError(f"scale must be a finite number: scale={value!r}")
+    if isinstance(value, bool) or not isinstance(value, float | int) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"scale must be a finite number: scale={value!r:.120}")
     return float(value)
 
 
@@ -163,26 +169,33 @@ def _digest(data: bytes) -> str:
 def agree(comm: _Gathers, mine: dict[str, object] | Exception, check: str) -> None:
     """Raise `mine` if it is an error; in a checked call raise on every rank if any rank has one or facts differ.
 
-    Counts the call. "first" checks the first FIRST_CALLS calls of the group, "always" every one, "never" none.
+    Counts the call. "first" checks the first FIRST_CALLS calls of the group, "always" every one, "never" the very first
+    only: ranks that chose differently would otherwise wait for each other.
     """
     comm.calls += 1
-    checked = check == "always" or (check == "first" and comm.calls <= FIRST_CALLS)
+    comm.check = check
+    checked = check == "always" or comm.calls <= (FIRST_CALLS if check == "first" else 1)
     if comm.size > 1 and checked:
         sent: Mapping[str, object] = {"error": f"{type(mine).__name__}: {mine}"} if isinstance(mine, Exception) else mine
-        answers = [json.loads(x) for x in comm.gather_bytes(json.dumps(_shorten(sent)).encode(), limit=4096)]
+        answers = [json.loads(x) for x in comm.gather_bytes(_packed(sent), limit=MESSAGE_BYTES)]
         if not isinstance(mine, Exception):
-            _compare(answers, comm.rank)
+            _compare(answers)
     elif isinstance(mine, Exception):
         comm.leave_word(mine)  # the others are not told now: they find it when their exchange fails
     if isinstance(mine, Exception):
         raise mine
 
 
-def _shorten(sent: Mapping[str, object]) -> dict[str, object]:
-    return {name: value[:500] if isinstance(value, str) else value for name, value in sent.items()}
+def _packed(sent: Mapping[str, object]) -> bytes:
+    """The facts as JSON of at most MESSAGE_BYTES: texts are cut where they are too long."""
+    width, message = MESSAGE_BYTES, b""
+    while not message or len(message) > MESSAGE_BYTES:
+        message = json.dumps({name: x[:width] if isinstance(x, str) else x for name, x in sent.items()}).encode()
+        width //= 2
+    return message
 
 
-def _compare(answers: list[dict[str, object]], rank: int) -> None:
+def _compare(answers: list[dict[str, object]]) -> None:
     for other, answer in enumerate(answers):
         if "error" in answer:
             raise RuntimeError(f"rank {other} of the ring was called wrongly, so no rank runs: {answer['error']}")

@@ -85,7 +85,7 @@ def explain(
     size: taken from the layout unless that is a name. Raises the errors ring_attention would raise.
     """
     checks.kinds(layout, kv_layout, mask, options)
-    checks.tensors(q, k, v)
+    checks.tensors(q, k, v, meta=True)
     size = size if size is not None else layout.size if isinstance(layout, Layout) else None
     if size is None:
         raise ValueError(f"size must be given where layout is a name: layout={layout!r}")

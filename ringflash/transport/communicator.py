@@ -19,7 +19,8 @@ class Communicator:
     """One ring's membership. `rank` and `size` are places in sequence order; `ranks` the global rank of each place.
 
     groups holds a process group of the ring's own per device type, so that its traffic never mixes with the caller's.
-    calls counts the ring's calls on this process: when a collective check runs depends on it alone.
+    calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode of the
+    last call that had options, for one that is so wrong that it has none.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class Communicator:
     ranks: tuple[int, ...]
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     calls: int = 0
+    check: str = "first"
 
     @property
     def control(self) -> tuple[ProcessGroup, torch.device]:
