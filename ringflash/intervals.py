@@ -123,7 +123,7 @@ def visible_pairs(rows: Sequence[RowPieces], keys: KeyTable, size: int) -> Array
 
 
 def local_intervals(
-    rows: Sequence[RowPieces], seqlen_q: int, keys: KeyTable, blocks: Sequence[int], device: torch.device
+    rows: Sequence[RowPieces], keys: KeyTable, *, seqlen_q: int, blocks: Sequence[int], device: torch.device
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Per block (begin, end), int32 (distinct batch rows, seqlen_q), made on the device from one small upload."""
     table = np.concatenate(

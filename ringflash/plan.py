@@ -151,7 +151,9 @@ class Plan:
         if key not in self._tables:
             with torch.inference_mode(False), torch.no_grad():
                 rows = [r.of(rank) for r in self.rows]
-                self._tables[key] = local_intervals(rows, self.layout.lengths[rank], self.keys, self.attended(rank), device)
+                self._tables[key] = local_intervals(
+                    rows, self.keys, seqlen_q=self.layout.lengths[rank], blocks=self.attended(rank), device=device
+                )
         return self._tables[key]
 
 

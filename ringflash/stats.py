@@ -31,11 +31,11 @@ class State(NamedTuple):
     sum: Tensor
 
 
-def empty(batch: int, seqlen_q: int, nheads_q: int, headdim_v: int, device: torch.device | str = "cpu") -> State:
-    """The identity of merge."""
-    acc = torch.zeros(batch, seqlen_q, nheads_q, headdim_v, dtype=torch.float32, device=device)
+def empty(shape: tuple[int, int, int, int], device: torch.device | str = "cpu") -> State:
+    """The identity of merge, of shape (batch, seqlen_q, nheads_q, headdim_v)."""
+    batch, seqlen_q, nheads_q, _ = shape
     row_max = torch.full((batch, nheads_q, seqlen_q), -math.inf, dtype=torch.float32, device=device)
-    return State(acc, row_max, torch.zeros_like(row_max))
+    return State(torch.zeros(shape, dtype=torch.float32, device=device), row_max, torch.zeros_like(row_max))
 
 
 def merge(a: State, b: State) -> State:

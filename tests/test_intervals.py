@@ -57,7 +57,7 @@ def test_local_intervals_and_pairs_are_the_mask_cut_to_each_block(data: st.DataO
     needs = np.logical_or.reduce([needed_blocks(r, keys, layout.size) for r in rows])
     for rank in range(layout.size):
         mine, blocks = [r.of(rank) for r in rows], range(layout.size)
-        found = local_intervals(mine, layout.lengths[rank], keys, blocks, torch.device("cpu"))
+        found = local_intervals(mine, keys, seqlen_q=layout.lengths[rank], blocks=blocks, device=torch.device("cpu"))
         pairs = visible_pairs(mine, keys, layout.size)
         for block in blocks:
             cut = sees[:, layout.positions(rank)][:, :, layout.positions(block)]

@@ -38,8 +38,8 @@ def same(a: State, b: State, rtol: float = 1e-5) -> None:
 
 
 def test_a1_two_empty_states_merge_to_an_empty_state() -> None:
-    merged = stats.merge(stats.empty(*SHAPE), stats.empty(*SHAPE))
-    assert all(torch.equal(x, y) for x, y in zip(merged, stats.empty(*SHAPE), strict=True))
+    merged = stats.merge(stats.empty(SHAPE), stats.empty(SHAPE))
+    assert all(torch.equal(x, y) for x, y in zip(merged, stats.empty(SHAPE), strict=True))
     out, lse = stats.finish(merged, torch.bfloat16)
     assert torch.equal(out, torch.zeros(SHAPE, dtype=torch.bfloat16))
     assert torch.equal(lse, torch.full((2, 4, 5), -math.inf))
@@ -47,7 +47,7 @@ def test_a1_two_empty_states_merge_to_an_empty_state() -> None:
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_a2_the_empty_state_is_the_identity_bit_for_bit(swap: bool) -> None:
-    a, b = state_of(*inputs()), stats.empty(*SHAPE)
+    a, b = state_of(*inputs()), stats.empty(SHAPE)
     merged = stats.merge(b, a) if swap else stats.merge(a, b)
     assert all(torch.equal(x, y) for x, y in zip(merged, a, strict=True))
 
@@ -65,7 +65,7 @@ def test_merge_is_commutative_and_associative_up_to_rounding() -> None:
 def test_finite_inputs_never_make_nan_or_inf(gain: float) -> None:
     q, k, v = inputs()
     parts = [state_of(q * gain, k, v, slice(i, i + 8)) for i in (0, 8)]
-    merged = stats.merge(stats.merge(parts[0], stats.empty(*SHAPE)), parts[1])
+    merged = stats.merge(stats.merge(parts[0], stats.empty(SHAPE)), parts[1])
     assert all(bool(x.isfinite().all()) for x in (*merged, *stats.finish(merged, torch.float32)))
 
 
@@ -95,11 +95,11 @@ def test_from_border_is_the_inverse_of_finish_and_keeps_empty_rows_empty() -> No
     same(stats.from_border(*stats.finish(a, torch.float32)), a)
     out = torch.full(SHAPE, math.nan)  # whatever an empty row holds
     back = stats.from_border(out, torch.full((2, 4, 5), -math.inf))
-    assert all(torch.equal(x, y) for x, y in zip(back, stats.empty(*SHAPE), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(back, stats.empty(SHAPE), strict=True))
 
 
 def test_states_are_float32_whatever_the_inputs() -> None:
-    assert {x.dtype for x in stats.empty(*SHAPE)} == {torch.float32}
+    assert {x.dtype for x in stats.empty(SHAPE)} == {torch.float32}
     out, lse = stats.finish(state_of(*inputs()), torch.float16)
     assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
 
@@ -117,7 +117,7 @@ def test_unnormalised_float32_partials_have_the_single_kernels_rms(dtype: torch.
         return State(*reference.forward(q, [segment], 32**-0.5, finish=False))
 
     length = 512 // parts
-    merged = stats.empty(1, 512, 4, 32)
+    merged = stats.empty((1, 512, 4, 32))
     for i in range(parts):
         merged = stats.merge(merged, state(slice(i * length, (i + 1) * length)))
     one = oracle.rms(stats.finish(state(slice(None)), dtype)[0], exact)
@@ -130,7 +130,7 @@ def test_the_reference_kernels_states_are_these_states() -> None:
     acc, row_max, row_sum = reference.forward(q, [reference.Segment(k, v, torch.zeros_like(full), full)], 1.0, finish=False)
     same(State(acc, row_max, row_sum), state_of(q, k, v))
     torch.testing.assert_close(row_max, state_of(q, k, v).max)
-    for x, y in zip(reference.empty_state(q, 8), stats.empty(*SHAPE), strict=True):
+    for x, y in zip(reference.empty_state(q, 8), stats.empty(SHAPE), strict=True):
         assert torch.equal(x, y)
     for x, y in zip(
         reference.finish_state((acc, row_max, row_sum), q.dtype),

@@ -1,0 +1,102 @@
+"""Wheel, sdist, editable install and uninstalled use all give the same importable package."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDED = ("ringflash", "kernels", "launch", "pyproject.toml", "README.md", "LICENSE")
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+CODE = """
+import importlib.util, ringflash, ringflash.cli, ringflash.demo, ringflash.kernels.reference, ringflash.launch.world
+print(ringflash.__file__, importlib.util.find_spec("kernels"), importlib.util.find_spec("launch"), sep="|")
+"""
+
+
+def run(*command: object, cwd: Path, **environment: str) -> str:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+    found = subprocess.run([str(x) for x in command], cwd=cwd, env=env, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree, so that building leaves nothing in the checkout."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in NEEDED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def built(source: Path) -> Path:
+    """A folder with the sdist and the wheel that was built from it."""
+    run(sys.executable, "-m", "build", "--no-isolation", cwd=source)
+    return source / "dist"
+
+
+def python_files(source: Path) -> set[str]:
+    """Every module of the package, those behind the symlinks too."""
+    found = {
+        *source.glob("ringflash/**/*.py"),
+        *source.glob("ringflash/kernels/**/*.py"),
+        *source.glob("ringflash/launch/**/*.py"),
+    }
+    return {p.relative_to(source).as_posix() for p in found}
+
+
+def test_the_wheel_holds_every_module_as_a_real_file(built: Path, source: Path) -> None:
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        held = {name for name in wheel.namelist() if name.endswith(".py")}
+        assert held == python_files(source)
+        for name in ("kernels/reference.py", "launch/world.py"):
+            assert wheel.read(f"ringflash/{name}") == (source / name).read_bytes()
+
+
+def test_the_sdist_holds_every_module(built: Path, source: Path) -> None:
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as sdist:
+        held = {name.partition("/")[2]: sdist.extractfile(name) for name in sdist.getnames() if name.endswith(".py")}
+        for name in python_files(source):
+            file = held[name]
+            assert file is not None
+            assert file.read() == (source / name).read_bytes()
+
+
+def fresh_python(folder: Path) -> Path:
+    """The Python of a new environment that finds this one's packages, but first its own."""
+    venv.create(folder, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    (site / "parent.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    return folder / "bin" / "python"
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist", "editable"])
+def test_installed(kind: str, built: Path, source: Path, tmp_path: Path) -> None:
+    python = fresh_python(tmp_path / "venv")
+    what = {"wheel": [*built.glob("*.whl")], "sdist": [*built.glob("*.tar.gz")], "editable": ["-e", source]}[kind]
+    run(*PIP, "--python", python, "install", "--no-index", "--no-deps", "--no-build-isolation", *what, cwd=tmp_path)
+    file, kernels, launch = run(python, "-c", CODE, cwd=tmp_path).strip().split("|")
+    assert Path(file).is_relative_to(source if kind == "editable" else tmp_path / "venv")
+    assert (kernels, launch) == ("None", "None"), "a top-level package would shadow another of that name"
+    assert "usage" in run(python.parent / "ringflash", "--help", cwd=tmp_path)
+
+
+def test_uninstalled(source: Path, tmp_path: Path) -> None:
+    python = fresh_python(tmp_path / "venv")
+    file = run(python, "-c", CODE, cwd=tmp_path, PYTHONPATH=str(source)).split("|")[0]
+    assert Path(file).is_relative_to(source)
+    assert "usage" in run(python, "-m", "ringflash.cli", "--help", cwd=tmp_path, PYTHONPATH=str(source))
