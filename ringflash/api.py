@@ -98,7 +98,7 @@ def _resolve(layout: Layout | str, x: Tensor, size: int) -> Layout:
 
 def _autocast(x: Tensor) -> Tensor:
     """x in autocast's dtype where autocast is on for its device."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.device.type == "meta":
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64 or x.device.type == "meta":
         return x
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
