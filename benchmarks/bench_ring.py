@@ -42,7 +42,7 @@ class Workload:
             x.requires_grad_()
         self.tile = pick("auto", "cuda")
         self.scale = HEADDIM**-0.5
-        plan = make_plan(self.batch.layout, self.batch.mask, None, schedule)
+        plan = make_plan(self.batch.layout, self.batch.mask, schedule=schedule)
         intervals = plan.intervals(self.cp.rank, device)
         gathered = [self._gather(x.detach()) for x in (self.k, self.v)]
         self.segments = [

@@ -56,7 +56,7 @@ def attend_over(
     options = given[-1]
     (q, k, v), call = _checked(comm, lambda: _prepare(q, k, v, comm, given), options)
     tile = pick(options.kernel, q.device.type)
-    plan = make_plan(call.layout, call.mask, call.kv_layout, options.schedule)
+    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=options.schedule)
     transport = P2P(comm) if comm.size > 1 else None
     out, lse = attend(q, k, v, ring=Ring(plan, comm.rank, tile, transport, call.scale), tile=tile)
     return (out, lse) if return_lse else out
@@ -73,13 +73,13 @@ def _checked(comm: Communicator, prepare: Callable[[], _Prepared], options: obje
     except Exception as error:  # of any kind: the other ranks must not wait for this one
         checks.agree(comm, error, check)
         raise
-    checks.agree(comm, checks.facts(*prepared[0], prepared[1]), check)
+    checks.agree(comm, lambda: checks.facts(*prepared[0], prepared[1]), check)
     return prepared
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, comm: Communicator, given: tuple) -> _Prepared:
     layout, kv_layout, mask, scale, options = given
-    checks.kinds(layout, kv_layout, mask, options)
+    checks.kinds(layout, kv_layout, mask, options=options)
     q, k, v = (_autocast(x) for x in (q, k, v))
     checks.tensors(q, k, v)
     layout = _resolve(layout, q, comm.size)

@@ -7,7 +7,7 @@ enter it alone. A rank with a local error sends the error in place of its facts,
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -125,7 +125,7 @@ def scale(value: float | None, headdim: int) -> float:
     return float(value)
 
 
-def kinds(layout: object, kv_layout: object, mask: object, options: object) -> None:
+def kinds(layout: object, kv_layout: object, mask: object, *, options: object) -> None:
     """Types of the arguments that are not tensors."""
     for name, value, wanted in (("layout", layout, str | Layout), ("kv_layout", kv_layout, str | Layout | None)):
         if not isinstance(value, wanted):
@@ -166,8 +166,8 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 
-def agree(comm: _Gathers, mine: dict[str, object] | Exception, check: str) -> None:
-    """Raise `mine` if it is an error; in a checked call raise on every rank if any rank has one or facts differ.
+def agree(comm: _Gathers, mine: Callable[[], dict[str, object]] | Exception, check: str) -> None:
+    """Raise `mine` if it is an error; in a checked call raise on every rank if any rank has one or its facts differ.
 
     Counts the call. "first" checks the first FIRST_CALLS calls of the group, "always" every one, "never" the very first
     only: ranks that chose differently would otherwise wait for each other.
@@ -176,7 +176,7 @@ def agree(comm: _Gathers, mine: dict[str, object] | Exception, check: str) -> No
     comm.check = check
     checked = check == "always" or comm.calls <= (FIRST_CALLS if check == "first" else 1)
     if comm.size > 1 and checked:
-        sent: Mapping[str, object] = {"error": f"{type(mine).__name__}: {mine}"} if isinstance(mine, Exception) else mine
+        sent: Mapping[str, object] = {"error": f"{type(mine).__name__}: {mine}"} if isinstance(mine, Exception) else mine()
         answers = [json.loads(x) for x in comm.gather_bytes(_packed(sent), limit=MESSAGE_BYTES)]
         if not isinstance(mine, Exception):
             _compare(answers)

@@ -84,7 +84,7 @@ def explain(
 
     size: taken from the layout unless that is a name. Raises the errors ring_attention would raise.
     """
-    checks.kinds(layout, kv_layout, mask, options)
+    checks.kinds(layout, kv_layout, mask, options=options)
     checks.tensors(q, k, v, meta=True)
     size = size if size is not None else layout.size if isinstance(layout, Layout) else None
     if size is None:
@@ -96,7 +96,7 @@ def explain(
     call = checks.Call(layout, kv_layout, mask, checks.scale(None, q.shape[3]), options)
     checks.rank(rank, size)
     checks.shards(q, k, call, rank=rank, size=size)
-    plan = make_plan(layout, mask, kv_layout, options.schedule)
+    plan = make_plan(layout, mask, kv_layout, schedule=options.schedule)
     return _report(plan, rank, q, k, v, options)
 
 

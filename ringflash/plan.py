@@ -212,16 +212,19 @@ def _choose(needs: Needs) -> tuple[str, str]:
     return "rotate", f"moves {hops} blocks between neighbours, direct no fewer"
 
 
-@functools.lru_cache(maxsize=16)  # one entry keeps 8 bytes per global token on the device
-def make_plan(layout: Layout, mask: Mask, kv_layout: Layout | None = None, schedule: str = "auto") -> Plan:
+def make_plan(layout: Layout, mask: Mask, kv_layout: Layout | None = None, *, schedule: str = "auto") -> Plan:
     """The plan of a ring whose queries lie as `layout` and keys as `kv_layout` (default: alike) under the mask.
 
     schedule "auto" takes direct where that moves fewer blocks, else rotate (its traffic is between neighbours only).
     """
-    keys_layout = kv_layout or layout
-    extent = max(layout.end, keys_layout.end)
+    return _make_plan(layout, mask, kv_layout or layout, schedule)
+
+
+@functools.lru_cache(maxsize=16)  # one entry keeps 8 bytes per global token and attended block on the device
+def _make_plan(layout: Layout, mask: Mask, kv_layout: Layout, schedule: str) -> Plan:
+    extent = max(layout.end, kv_layout.end)
     rows = tuple(row_pieces(layout.runs, pieces) for pieces in mask.pieces(extent))
-    keys = KeyTable(keys_layout.runs, extent)
+    keys = KeyTable(kv_layout.runs, extent)
     needs = np.logical_or.reduce([needed_blocks(r, keys, layout.size) for r in rows])
     exchange = _exchange(schedule, tuple(map(tuple, needs.tolist())))
-    return Plan(layout, keys_layout, mask, needs=needs, rows=rows, keys=keys, _tables={}, **exchange._asdict())
+    return Plan(layout, kv_layout, mask, needs=needs, rows=rows, keys=keys, _tables={}, **exchange._asdict())

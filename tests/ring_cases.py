@@ -174,7 +174,7 @@ class _Mail:
 def run_threads(case: Case, size: int) -> list[Results]:
     """The case on a ring of `size` threads of this process: each rank's shards."""
     layout, kv_layout = case.layouts(size)
-    plan = make_plan(layout, case.mask, kv_layout, case.schedule)
+    plan = make_plan(layout, case.mask, kv_layout, schedule=case.schedule)
     boxes = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
     tile, scale = pick("reference", "cpu"), case.headdim[0] ** -0.5 if case.scale is None else case.scale
 

@@ -33,7 +33,16 @@ DISTRIBUTED = ("transport", "launch", "api", "context", *ABOVE)  # who may know 
 TOP = {"ringflash", "kernels", "launch", "tests", "benchmarks", "pyproject.toml", "README.md", "LICENSE"}
 TOGETHER = {"q", "k", "v"}  # count as one argument
 # The tile contract (kernels/README.md) gives these their arguments
-CONTRACT = {"forward", "backward", "launch_dq", "launch_dkv", "Ring.backward", "TileLike.forward", "TileLike.backward"}
+CONTRACT = {
+    "forward",
+    "backward",
+    "lookup",
+    "launch_dq",
+    "launch_dkv",
+    "Ring.backward",
+    "TileLike.forward",
+    "TileLike.backward",
+}
 
 PYTHON = sorted(p for top in ("ringflash", "kernels", "launch", "tests", "benchmarks") for p in (ROOT / top).rglob("*.py"))
 FILES = sorted({p.resolve().relative_to(ROOT).as_posix() for p in PYTHON})

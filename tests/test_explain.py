@@ -32,7 +32,7 @@ def shards(layout: rf.Layout, rank: int = 0, dtype: torch.dtype = torch.bfloat16
 def test_work_and_bytes_are_right(mask: rf.Mask, name: str, schedule: str, size: int, data: st.DataObject) -> None:
     layout, rank = getattr(rf.layouts, name)(40, size), data.draw(st.integers(0, size - 1))
     told = rf.explain(*shards(layout, rank), layout=layout, mask=mask, rank=rank, options=rf.Options(schedule=schedule))
-    plan = make_plan(layout, mask, None, schedule)
+    plan = make_plan(layout, mask, schedule=schedule)
     position = torch.arange(40)
     pairs = oracle.visible(mask, position, position)[0]
     for step, turn in zip(told.steps, plan.turns[rank], strict=True):

@@ -23,7 +23,7 @@ class Results(NamedTuple):
     dv: Tensor
 
 
-def visible(mask: Mask, rows: Tensor, keys: Tensor, documents: Tensor) -> Tensor:
+def visible(mask: Mask, rows: Tensor, keys: Tensor, *, documents: Tensor) -> Tensor:
     """bool (rows, keys): whether the query at a position sees the key at a position. documents: cumulative lengths."""
     ahead = keys[None, :] - rows[:, None]
     left, right = mask.window or (None, None)
@@ -39,7 +39,7 @@ def visible(mask: Mask, rows: Tensor, keys: Tensor, documents: Tensor) -> Tensor
     return seen & same
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dout: Tensor, dlse: Tensor) -> Results:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, dout: Tensor, dlse: Tensor) -> Results:
     """All results in float64 for q, k, v in (batch, seqlen, nheads, headdim) of whole sequences, scale headdim ** -0.5."""
     results = Results(*(torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in (dout, dlse, q, k, v)))
     group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
@@ -49,7 +49,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dout: Tensor, dlse: T
             for first in range(0, q.shape[1], ROWS):
                 rows = slice(first, min(first + ROWS, q.shape[1]))
                 at = torch.arange(rows.start, rows.stop, device=q.device)
-                seen = visible(mask, at, torch.arange(k.shape[1], device=q.device), bounds[b % len(bounds)])
+                seen = visible(mask, at, torch.arange(k.shape[1], device=q.device), documents=bounds[b % len(bounds)])
                 one = [x[b, rows, h].double() for x in (q, dout)] + [x[b, :, h // group].double() for x in (k, v)]
                 _add_rows(results, (b, rows, h, h // group), one, dlse[b, h, rows].double(), seen, scale)
     return results

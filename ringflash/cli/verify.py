@@ -103,7 +103,7 @@ def verify(case: Case, ring: Communicator, device: torch.device) -> list[Line]:
     ringed = [layout.join(ring.gather(x, d, layout.lengths), d) for x, d in zip(mine, (1, 2, 1, 1, 1), strict=True)]
     single = _run(whole, Communicator(0, 1, (0,)), layouts.contiguous(case.seqlen, 1), case)
     q, k, v, dout, dlse = whole
-    exact = oracle.attention(q, k, v, case.mask, dout, dlse)
+    exact = oracle.attention(q, k, v, mask=case.mask, dout=dout, dlse=dlse)
     return [_line(name, *x) for name, x in zip(Results._fields, zip(ringed, single, exact, strict=True), strict=True)]
 
 
