@@ -29,6 +29,8 @@ class ContextParallel:
         layout: str = "zigzag",
         options: Options = Options(),
     ) -> None:
+        if not isinstance(layout, str):
+            raise TypeError(f"layout must be the name of one: layout={layout!r}; batch(layout=...) takes an rf.Layout")
         named(layout, 0, 1)  # refuses an unknown name
         if not isinstance(options, Options):
             raise TypeError(f"options must be an rf.Options: options={options!r}")
@@ -56,7 +58,9 @@ class ContextParallel:
         Raises ValueError where documents do not end at seqlen or the layout is for another length or ring size.
         """
         chosen = self.layout if layout is None else layout
-        if not isinstance(chosen, Layout):
+        if not isinstance(chosen, Layout | str):
+            raise TypeError(f"layout must be an rf.Layout or the name of one: layout={chosen!r}")
+        if isinstance(chosen, str):
             chosen = named(chosen, seqlen, self.size)
         if not isinstance(mask, Mask):
             raise TypeError(f"mask must be an rf.Mask: mask={mask!r}; for instance rf.Mask(causal=True)")
@@ -131,6 +135,10 @@ class Batch:
         """
         if labels.dim() != 2 or labels.shape[1] != self.layout.seqlen:
             raise ValueError(f"labels must be global, (batch, seqlen={self.layout.seqlen}): labels.shape={tuple(labels.shape)}")
+        if self.mask.batch not in (None, len(labels)):
+            raise ValueError(
+                f"documents must be one list, or one per batch row: {self.mask.batch} lists, labels.shape={tuple(labels.shape)}"
+            )
         targets = torch.roll(labels, -1, dims=1)
         for row, bounds in enumerate(self.mask.document_rows(self.layout.seqlen)):
             ends = torch.from_numpy(bounds[1:] - 1)

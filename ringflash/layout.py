@@ -190,7 +190,7 @@ def _check_sizes(seqlen: int, size: int) -> None:
             raise ValueError(f"{name} must be at least {least}: {name}={value}")
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256, typed=True)  # typed: 8.0 must not pass because 8 did
 def named(name: str, seqlen: int, size: int) -> Layout:
     """The layout of that name: "contiguous", "zigzag" or "striped"."""
     if name not in _GENERATORS:
