@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-GROUP_TIMEOUT = datetime.timedelta(seconds=45)
-JOB_TIMEOUT = 60.0  # longer than the group's, so that a hang inside a collective first shows where it hangs
+GROUP_TIMEOUT = datetime.timedelta(seconds=90)
+JOB_TIMEOUT = 120.0  # longer than the group's, so that a hang inside a collective first shows where it hangs
 GRACE = 2.0  # seconds the other ranks get to report after one has failed
-START_TIMEOUT = 120.0
+START_TIMEOUT = 300.0
 MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
 
 
