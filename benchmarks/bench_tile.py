@@ -18,9 +18,9 @@ from ringflash.kernels.reference import Segment
 
 PEERS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 SWEEP = {
-    "forward": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 4, 3), (64, 128, 4, 2)),
-    "dq": ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
-    "dkv": ((64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2), (128, 64, 8, 2)),
+    "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3)),
+    "dq": ((128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2)),
+    "dkv": ((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 8, 3)),
 }
 
 
@@ -95,11 +95,12 @@ def check_one(name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, interval
     return right
 
 
-def check(tiles: dict[str, Tile] | None = None, *, quick: bool = False) -> bool:
+def check(names: list[str], headdims: list[int], tiles: dict[str, Tile] | None = None) -> bool:
     """Shapes, masks, dtypes, both ways of loading; prints out, lse, dq, dk, dv errors."""
     right = True
-    for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float16, torch.float32):
-        for headdim, headdim_v in ((128, 128),) if quick else ((128, 128), (64, 64), (80, 48), (256, 256), (192, 128)):
+    for dtype in (getattr(torch, name) for name in names):
+        for headdim in headdims:
+            headdim_v = {80: 48, 192: 128}.get(headdim, headdim)
             for kind in ("causal", "random"):
                 n = 777
                 q, k, v, dout = cases.inputs(cases.Case("", n, ""), nheads=(4, 2), headdim=headdim, dtype=dtype)
@@ -150,6 +151,7 @@ def time_peer(case: cases.Case, args: argparse.Namespace, peer: str) -> list[dic
     flops = timing.attention_flops(case.pairs(), cases.NHEADS_Q, cases.HEADDIM)
     lines = []
     with sdpa_kernel(PEERS[peer]):
+
         def attend() -> Tensor:
             return functional.scaled_dot_product_attention(q, k, v, is_causal=case.kind == "causal", enable_gqa=True)
 
@@ -168,9 +170,9 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
     for name in args.cases:
         for what, tiles in SWEEP.items():
             for tile in tiles:
-                for tma in (True, False) if tile == tiles[0] else (True,):
-                    label = f"{tile} {'tma' if tma else 'ptr'}"
-                    options = dict.fromkeys(SWEEP, portable.Options(tile=Tile(*tile), tma=tma))
+                for tma, chunk in ((True, None), (False, None), (True, 4), (True, 32)) if tile == tiles[0] else ((True, None),):
+                    label = f"{tile} {'tma' if tma else 'ptr'} {chunk or ''}"
+                    options = dict.fromkeys(SWEEP, portable.Options(tile=Tile(*tile), tma=tma, chunk=chunk))
                     try:
                         lines += time_case(cases.CASES[name], args, (what,), options, label)
                     except Exception as error:  # a tile that does not fit is a result too
@@ -181,14 +183,15 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only check")
-    parser.add_argument("--quick", action="store_true", help="check headdim 128 only")
+    parser.add_argument("--dtypes", type=lambda s: s.split(","), default=["bfloat16", "float16", "float32"], help="to check")
+    parser.add_argument("--headdims", type=lambda s: [int(x) for x in s.split(",")], default=[128, 64, 80, 192, 256], help="to check")
     parser.add_argument("--peers", type=lambda s: s.split(","), default=[], help=f"also time: {','.join(PEERS)}")
     parser.add_argument("--sweep", action="store_true", help="time alternative tiles")
     parser.add_argument("--cases", type=lambda s: s.split(","), default=list(cases.CASES))
     parser.add_argument("--warm", type=float, default=50)
     parser.add_argument("--rep", type=float, default=200)
     args = parser.parse_args()
-    if not check(quick=args.quick):
+    if not check(args.dtypes, args.headdims):
         return 1
     if args.check:
         return 0

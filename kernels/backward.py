@@ -10,14 +10,23 @@ from torch import Tensor
 from ringflash.kernels import blocks, config, portable
 from ringflash.kernels.reference import LOG2E, Segment
 
-_LOG2E = tl.constexpr(1.4426950408889634)
+_LOG2E = tl.constexpr(LOG2E)
 
 
 @triton.jit
-def _load_lse(lse_ptr, rows, valid):
-    """lse in base 2, +inf for rows that saw nothing or do not exist: exp2(x - inf) = 0."""
-    lse = tl.load(lse_ptr + rows, mask=valid, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
+def _load_rows(lse, delta, at, first, hi, BLOCK_Q: tl.constexpr, VECTORS: tl.constexpr, CHECK: tl.constexpr):
+    """(lse in base 2, delta) of rows first ... [BLOCK_Q]; with CHECK, of rows from hi on anything."""
+    if VECTORS:  # all the rows lie in one vector of less than 2**31
+        lse_blk = lse.load([at.to(tl.int32) + first]) * _LOG2E
+        delta_blk = delta.load([at.to(tl.int32) + first])
+    else:
+        rows = first + tl.arange(0, BLOCK_Q)
+        mask = None
+        if CHECK:
+            mask = rows < hi
+        lse_blk = tl.load(lse + at + rows, mask=mask) * _LOG2E
+        delta_blk = tl.load(delta + at + rows, mask=mask)
+    return lse_blk, delta_blk
 
 
 @triton.jit
@@ -61,8 +70,9 @@ def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, k0,
     q_blk = blocks.load_block(q_ptr, q_at, first, valid, BLOCK_Q, HEADDIM, HEADDIM_PAD, False, True)  # [BLOCK_Q, HEADDIM]
     dout_blk = blocks.load_block(dout_ptr, dout_at, first, valid, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, False, True)
     row_at = (b * nheads_q + h) * seqlen_q
-    lse = _load_lse(lse_ptr + row_at, rows, valid)  # [BLOCK_Q]
-    delta = tl.load(delta_ptr + row_at + rows, mask=valid, other=0.0)  # [BLOCK_Q]
+    lse, delta = _load_rows(lse_ptr, delta_ptr, row_at, first, seqlen_q, BLOCK_Q, False, True)  # [BLOCK_Q] each
+    lse = tl.where(valid & (lse != float("-inf")), lse, float("inf"))  # rows that saw nothing, or are none: exp2(x - inf) = 0
+    delta = tl.where(valid, delta, 0.0)
     dq = tl.zeros([BLOCK_Q, HEADDIM_PAD], tl.float32)
     touched = False
     ks, vs = (k0, k1, k2, k3, k4, k5, k6, k7), (v0, v1, v2, v3, v4, v5, v6, v7)  # as in forward
@@ -95,25 +105,27 @@ def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, k0,
 
 
 @triton.jit
-def _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, hi, n0, lse_ptr, delta_ptr, begin_ptr, end_ptr, dk, dv, scale,
+def _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, seqlen_q, first, last, lse, delta, row_at, dk, dv, scale,
               MASK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr,
-              HEADDIM_V: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """One row block, transposed: dV += P^T dO, dK += dS^T Q. What a key that no row sees holds only spoils its own row of dK."""
-    rows = m0 + tl.arange(0, BLOCK_Q)
-    valid = rows < hi  # the rows behind may be the tail of a buffer, or another head's
-    q_blk = blocks.load_block(q, q_at, m0, valid, BLOCK_Q, HEADDIM, HEADDIM_PAD, TMA, MASK)  # [BLOCK_Q, HEADDIM]
-    dout_blk = blocks.load_block(dout, dout_at, m0, valid, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, TMA, MASK)  # [BLOCK_Q, HEADDIM_V]
-    lse = _load_lse(lse_ptr, rows, valid)  # [BLOCK_Q]
+              HEADDIM_V: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, TMA: tl.constexpr, VECTORS: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
+    """One row block, transposed: dV += P^T dO, dK += dS^T Q."""
+    at = m0
+    if MASK and TMA:
+        at = tl.minimum(m0, seqlen_q - BLOCK_Q)  # rows behind the last may be anything; those before m0 are masked again
+    rows = at + tl.arange(0, BLOCK_Q)
+    q_blk = blocks.load_block(q, q_at, at, rows < seqlen_q, BLOCK_Q, HEADDIM, HEADDIM_PAD, TMA, MASK and not TMA)  # [BLOCK_Q, HEADDIM]
+    dout_blk = blocks.load_block(dout, dout_at, at, rows < seqlen_q, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, TMA,
+                                 MASK and not TMA)  # [BLOCK_Q, HEADDIM_V]  # fmt: skip
+    lse_blk, delta_blk = _load_rows(lse, delta, row_at, at, seqlen_q, BLOCK_Q, VECTORS, MASK)  # [BLOCK_Q] each
     x = blocks.dot(k_blk, tl.trans(q_blk), None, PRECISION) * scale  # [BLOCK_K, BLOCK_Q]
-    p = tl.math.exp2(x - lse[None, :])
+    p = tl.math.exp2(x - lse_blk[None, :])
     if MASK:
-        begin, end = blocks.load_interval(begin_ptr, end_ptr, rows, hi)
-        keys = n0 + tl.arange(0, BLOCK_K)
-        p = tl.where((keys[:, None] >= begin[None, :]) & (keys[:, None] < end[None, :]), p, 0.0)
+        row = tl.arange(0, BLOCK_Q)
+        p = tl.where((row[None, :] >= (tl.maximum(first, m0) - at)[:, None]) & (row[None, :] < (last - at)[:, None]), p, 0.0)
     dv = blocks.dot(p.to(dout_blk.dtype), dout_blk, dv, PRECISION)
     dp = blocks.dot(v_blk, tl.trans(dout_blk), None, PRECISION)  # [BLOCK_K, BLOCK_Q]
-    delta = tl.load(delta_ptr + rows, mask=valid, other=0.0)  # [BLOCK_Q]
-    ds = p * (dp - delta[None, :])
+    ds = p * (dp - delta_blk[None, :])
     dk = blocks.dot(ds.to(q_blk.dtype), q_blk, dk, PRECISION)
     return dk, dv
 
@@ -144,11 +156,11 @@ def _key_block(block, seqlens_k, SEGMENTS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _dkv_kernel(q, q_strides, dout, dout_strides, lse_ptr, delta_ptr, ks, vs, k_strides, v_strides, begins, ends,
+def _dkv_kernel(q, q_strides, dout, dout_strides, lse, delta, ks, vs, k_strides, v_strides, begins, ends,
                 interval_strides, readys, waits, dks, dvs, seqlens_k, sizes, scale,
                 SEGMENTS: tl.constexpr, WAIT: tl.constexpr, TMA: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
                 HEADDIM: tl.constexpr, HEADDIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-                HEADDIM_PAD: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, FANOUT: tl.constexpr):  # fmt: skip
+                HEADDIM_PAD: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, FANOUT: tl.constexpr, VECTORS: tl.constexpr):  # fmt: skip
     seqlen_q, nheads_q, group = blocks.size32(sizes[0]), blocks.size32(sizes[1]), blocks.size32(sizes[2])
     key_blocks = blocks.size32(sizes[5])
     block, head = blocks.schedule(tl.program_id(0), key_blocks, blocks.size32(sizes[3]), blocks.size32(sizes[4]))
@@ -160,18 +172,20 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse_ptr, delta_ptr, ks, vs, k_
     interval_at = b * blocks.size(blocks.pick(interval_strides, s, SEGMENTS))
     begin_ptr = blocks.pick(begins, s, SEGMENTS) + interval_at
     end_ptr = blocks.pick(ends, s, SEGMENTS) + interval_at
-    lo, full_lo, full_hi, hi = blocks.row_range(begin_ptr, end_ptr, seqlen_q, n0, tl.minimum(n0 + BLOCK_K, seqlen_k), BLOCK_Q,
-                                                FANOUT)  # fmt: skip
+    keys = n0 + tl.arange(0, BLOCK_K)
+    lo, full_lo, full_hi, hi, first, last = blocks.row_range(begin_ptr, end_ptr, seqlen_q, keys, n0,
+                                                             tl.minimum(n0 + BLOCK_K, seqlen_k), BLOCK_Q, FANOUT,
+                                                             4 if VECTORS else 1)  # fmt: skip
     if hi > lo:
         if WAIT:
             if ((blocks.size(waits) >> s) & 1) != 0:
                 blocks.wait(blocks.pick(readys, s, SEGMENTS), False)
         k_at = blocks.pick_at(k_strides, s, b, hk, SEGMENTS, ALIGN, False)
         v_at = blocks.pick_at(v_strides, s, b, hk, SEGMENTS, ALIGN, False)
-        keys = n0 + tl.arange(0, BLOCK_K)
-        k_blk = blocks.load_block(blocks.pick(ks, s, SEGMENTS), k_at, n0, keys < seqlen_k, BLOCK_K, HEADDIM, HEADDIM_PAD, False,
+        seen = (first < last) & (keys < seqlen_k)  # what another key holds may be NaN, and 0 * NaN is NaN
+        k_blk = blocks.load_block(blocks.pick(ks, s, SEGMENTS), k_at, n0, seen, BLOCK_K, HEADDIM, HEADDIM_PAD, False,
                                   True)  # [BLOCK_K, HEADDIM]  # fmt: skip
-        v_blk = blocks.load_block(blocks.pick(vs, s, SEGMENTS), v_at, n0, keys < seqlen_k, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, False,
+        v_blk = blocks.load_block(blocks.pick(vs, s, SEGMENTS), v_at, n0, seen, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, False,
                                   True)  # [BLOCK_K, HEADDIM_V]  # fmt: skip
         dk = tl.zeros([BLOCK_K, HEADDIM_PAD], tl.float32)
         dv = tl.zeros([BLOCK_K, HEADDIM_V_PAD], tl.float32)
@@ -181,9 +195,9 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse_ptr, delta_ptr, ks, vs, k_
             row_at = (b * nheads_q + h) * seqlen_q
             q_at = blocks.slice_at(q_strides, b, h, ALIGN, TMA)
             dout_at = blocks.slice_at(dout_strides, b, h, ALIGN, TMA)
-            dk, dv = _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, hi, n0, lse_ptr + row_at, delta_ptr + row_at, begin_ptr,
-                               end_ptr, dk, dv, scale * _LOG2E, True, BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V,
-                               HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+            dk, dv = _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, seqlen_q, first, last, lse, delta, row_at,
+                               dk, dv, scale * _LOG2E, True, BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V,
+                               HEADDIM_V_PAD, TMA, VECTORS, PRECISION)  # fmt: skip
             m0, again = blocks.next_block(m0, lo, full_lo, full_hi, hi, BLOCK_Q)
             h += again.to(tl.int32)
         h, m0 = hk * group, full_lo
@@ -191,16 +205,13 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse_ptr, delta_ptr, ks, vs, k_
             row_at = (b * nheads_q + h) * seqlen_q
             q_at = blocks.slice_at(q_strides, b, h, ALIGN, TMA)
             dout_at = blocks.slice_at(dout_strides, b, h, ALIGN, TMA)
-            dk, dv = _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, hi, n0, lse_ptr + row_at, delta_ptr + row_at, begin_ptr,
-                               end_ptr, dk, dv, scale * _LOG2E, False, BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V,
-                               HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+            dk, dv = _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, seqlen_q, first, last, lse, delta, row_at,
+                               dk, dv, scale * _LOG2E, False, BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V,
+                               HEADDIM_V_PAD, TMA, VECTORS, PRECISION)  # fmt: skip
             m0 += BLOCK_Q
             again = m0 >= full_hi
             m0 = tl.where(again, full_lo, m0)
             h += again.to(tl.int32)
-        if full_hi == full_lo:  # otherwise every key is seen
-            seen = blocks.seen_keys(keys, begin_ptr, end_ptr, lo, hi, blocks.power_above(hi - lo))
-            dk = tl.where(seen[:, None], dk, 0.0)
         _add(blocks.pick(dks, s, SEGMENTS), dk * scale, seqlen_k, nheads_k, b, hk, n0, BLOCK_K, HEADDIM, HEADDIM_PAD)
         _add(blocks.pick(dvs, s, SEGMENTS), dv, seqlen_k, nheads_k, b, hk, n0, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD)
 
@@ -315,7 +326,8 @@ def launch_dkv(
     batch, seqlen_q, nheads_q, headdim = q.shape
     headdim_v, nheads_k = dout.shape[-1], segments[0].k.shape[2]
     tile = options.tile or config.lookup(portable.arch(q.device), q.dtype, headdim, headdim_v).dkv
-    tma = portable.use_descriptors((q, dout), options)
+    tma = seqlen_q >= tile.block_q and portable.use_descriptors((q, dout), options)
+    vectors = tma and seqlen_q % 4 == 0 and portable.describable_vectors(lse, delta)
     args = portable.segment_arguments(segments, (q, dout), tile.block_k)
     seqlens_k = [segment.k.shape[1] for segment in segments]
     key_blocks = sum(triton.cdiv(n, tile.block_k) for n in seqlens_k)
@@ -323,11 +335,12 @@ def launch_dkv(
     row_bytes = group * seqlen_q * (headdim + headdim_v) * q.element_size()
     chunk = options.chunk or portable.heads_together(row_bytes, 1, heads)
     view = (lambda x: portable.describe(x, tile.block_q)) if tma else (lambda x: x)
+    row = (lambda x: portable.describe_vector(x, tile.block_q)) if vectors else (lambda x: x)
     with portable.guard(q.device):
         _dkv_kernel[(key_blocks * heads,)](
             view(q), portable.strides_of(q, tma, args.align), view(dout), portable.strides_of(dout, tma, args.align),
-            lse, delta, args.ks, args.vs, *args.keys, *args.intervals, tuple(dk for dk, _ in dkv), tuple(dv for _, dv in dkv),
+            row(lse), row(delta), args.ks, args.vs, *args.keys, *args.intervals, tuple(dk for dk, _ in dkv), tuple(dv for _, dv in dkv),
             portable.encode(*seqlens_k), portable.encode(seqlen_q, nheads_q, group, heads, chunk, key_blocks), scale,
-            TMA=tma, HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, FANOUT=256,
+            TMA=tma, HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, FANOUT=256, VECTORS=vectors,
             num_warps=tile.warps, num_stages=tile.stages, **args.constexprs, **portable.pads(headdim, headdim_v),
         )  # fmt: skip

@@ -129,18 +129,23 @@ def has_gaps(begin, end_ptr, rows, first, valid):
 
 
 @triton.jit
-def seen_keys(keys, begin_ptr, end_ptr, lo, hi, step):
-    """Which keys some row of [lo, hi) sees: the first row that ends after a key decides. `step`: a power of two >= hi - lo."""
+def count_to(ptr, values, lo, hi, step):
+    """How many of the non-decreasing numbers lo ... hi-1 at ptr are <= each value. `step`: a power of two >= hi - lo."""
     step += hi * 0  # a run-time number even where the caller's is a constant
-    ended = keys * 0  # rows of [lo, hi) that end at or before the key
+    count = values * 0
     while step > 0:
-        further = ended + step
+        further = count + step
         inside = further <= hi - lo
-        end = tl.load(end_ptr + lo + further - 1, mask=inside, other=0)
-        ended = tl.where(inside & (end <= keys), further, ended)
+        count = tl.where(inside & (tl.load(ptr + lo + further - 1, mask=inside, other=0) <= values), further, count)
         step = step // 2
-    begin = tl.load(begin_ptr + lo + ended, mask=ended < hi - lo, other=_NEVER)
-    return begin <= keys
+    return count
+
+
+@triton.jit
+def seen_keys(keys, begin_ptr, end_ptr, lo, hi, step):
+    """Which keys some row of [lo, hi) sees: the first row that ends after a key decides. `step` as in count_to."""
+    ended = count_to(end_ptr, keys, lo, hi, step)
+    return tl.load(begin_ptr + lo + ended, mask=ended < hi - lo, other=_NEVER) <= keys
 
 
 @triton.jit
@@ -204,17 +209,23 @@ def count_below(ptr, n, value, FANOUT: tl.constexpr):
 
 
 @triton.jit
-def row_range(begin_ptr, end_ptr, seqlen_q, n0, n1, BLOCK_Q: tl.constexpr, FANOUT: tl.constexpr):
-    """(lo, full_lo, full_hi, hi): the rows that see a key of [n0, n1), and the whole blocks of rows that see all of them.
+def row_range(begin_ptr, end_ptr, seqlen_q, keys, n0, n1, BLOCK_Q: tl.constexpr, FANOUT: tl.constexpr, UNIT: tl.constexpr):
+    """(lo, full_lo, full_hi, hi, first, last): key_range transposed, for the keys of the block that lie in [n0, n1).
 
-    begin and end are non-decreasing, so both sets are intervals (the first may hold empty rows).
+    begin and end are non-decreasing, so key j is seen by the rows first[j] ... last[j]-1: from the first row that ends
+    behind j to the first that begins behind it (no empty row lies between: it would begin behind and end before j).
+    lo is rounded down to a multiple of UNIT.
     """
     lo = count_below(end_ptr, seqlen_q, n0 + 1, FANOUT)
-    hi = tl.maximum(count_below(begin_ptr, seqlen_q, n1, FANOUT), lo)
-    inner_lo = tl.maximum(count_below(end_ptr, seqlen_q, n1, FANOUT), lo)
-    inner_hi = tl.minimum(count_below(begin_ptr, seqlen_q, n0 + 1, FANOUT), hi)
-    full_lo, full_hi = whole_blocks(lo, inner_lo, inner_hi, BLOCK_Q)
-    return lo, full_lo, full_hi, hi
+    inner_lo = count_below(end_ptr, seqlen_q, n1, FANOUT)
+    inner_hi = count_below(begin_ptr, seqlen_q, n0 + 1, FANOUT)
+    hi = count_below(begin_ptr, seqlen_q, n1, FANOUT)
+    first = lo + count_to(end_ptr, keys, lo, inner_lo, power_above(inner_lo - lo))
+    last = inner_hi + count_to(begin_ptr, keys, inner_hi, hi, power_above(hi - inner_hi))
+    hi = tl.maximum(lo, hi)
+    lo = tl.where(hi > lo, lo // UNIT * UNIT, lo)
+    full_lo, full_hi = whole_blocks(lo, tl.maximum(inner_lo, lo), inner_hi, BLOCK_Q)
+    return lo, full_lo, full_hi, hi, first, last
 
 
 @triton.jit

@@ -25,18 +25,18 @@ class Tiles(NamedTuple):
 # (arch, itemsize, headdim padded to 64, 128 or 256). "cpu" is Triton's interpreter: small, so that tests see many blocks.
 TABLE: dict[tuple[str, int, int], Tiles] = {
     ("sm_90", 2, 64): Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-    ("sm_90", 2, 128): Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-    ("sm_90", 2, 256): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
-    ("sm_90", 4, 64): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-    ("sm_90", 4, 128): Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
-    ("sm_90", 4, 256): Tiles(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    ("sm_90", 2, 128): Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+    ("sm_90", 2, 256): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+    ("sm_90", 4, 64): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 4, 2)),
+    ("sm_90", 4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    ("sm_90", 4, 256): Tiles(Tile(16, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     ("sm_100", 2, 64): Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
     ("sm_100", 2, 128): Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
     ("sm_100", 2, 256): Tiles(Tile(128, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
-    ("sm_80", 2, 64): Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    ("sm_80", 2, 64): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
     ("sm_80", 2, 128): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
     ("sm_80", 2, 256): Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-    ("sm_80", 4, 64): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+    ("sm_80", 4, 64): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 4, 2)),
     ("sm_80", 4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     ("sm_80", 4, 256): Tiles(Tile(16, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     ("gfx942", 2, 64): Tiles(Tile(128, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
@@ -78,4 +78,7 @@ def lookup(arch: str, dtype: torch.dtype, headdim: int, headdim_v: int) -> Tiles
         raise ValueError(f"headdim and headdim_v must be 1 to 256: headdim={headdim}, headdim_v={headdim_v}")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"dtype must be float32, float16 or bfloat16: dtype={dtype}")
-    return TABLE[nearest(arch), dtype.itemsize, max(64, padded(headdim), padded(headdim_v))]
+    row = nearest(arch)
+    if row == "sm_100" and dtype.itemsize == 4:  # IEEE products use no matrix unit: nothing is new on this chip
+        row = "sm_90"
+    return TABLE[row, dtype.itemsize, max(64, padded(headdim), padded(headdim_v))]

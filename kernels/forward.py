@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ringflash.kernels import blocks, config, portable
-from ringflash.kernels.reference import LOG2E, Segment, State, empty_state
+from ringflash.kernels.reference import LN2, LOG2E, Segment, State, empty_state
 
-_LN2 = tl.constexpr(0.6931471805599453)
+_LN2 = tl.constexpr(LN2)
 
 
 @triton.jit

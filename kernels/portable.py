@@ -93,6 +93,18 @@ def describe(x: Tensor, block: int) -> TensorDescriptor:
     return TensorDescriptor(x, [_matrix_rows(x), width], [width, 1], [block, x.shape[3]])
 
 
+def describable_vectors(*tensors: Tensor) -> bool:
+    """Whether `describe_vector` takes the tensors; a block must also begin at a multiple of 16 bytes (an illegal instruction on
+    an H200 otherwise).
+    """
+    return all(x.numel() < 1 << 31 and x.data_ptr() % 16 == 0 for x in tensors)
+
+
+def describe_vector(x: Tensor, block: int) -> TensorDescriptor:
+    """Descriptor of a contiguous tensor as one vector, read in blocks."""
+    return TensorDescriptor(x, [x.numel()], [1], [block])
+
+
 def strides_of(x: Tensor, tma: bool, align: int) -> tuple[int, ...]:
     """What blocks.slice_at takes: strides (batch, head, row) in units of `align`, or (batch rows, head rows, head columns)."""
     stride_b, stride_n, stride_h = strides(x)
