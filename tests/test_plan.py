@@ -113,6 +113,15 @@ def test_needs_are_exact_where_there_are_too_many_rows_to_look_at_each(window: t
     assert torch.equal(torch.from_numpy(plan.needs), pairs_per_block(plan) > 0)
 
 
+@pytest.mark.parametrize("last", [0, 1, 2, 7])
+def test_one_late_row_decides_what_is_needed(last: int) -> None:
+    layout = rf.layouts.striped(12001, 2)
+    kv_layout = rf.layouts.per_document("striped", (0, 12001 - last, 12001), 2)  # the last keys change places if last is even
+    plan = make_plan(layout, rf.Mask(window=(0, 0)), kv_layout)
+    changed = [len(set(layout.positions(r).tolist()) & set(kv_layout.positions(1 - r).tolist())) > 0 for r in range(2)]
+    assert plan.needs.tolist() == [[True, changed[0]], [changed[1], True]]
+
+
 @given(plans())
 def test_partial_gradients_travel_as_one_and_come_home_whole(plan: Plan) -> None:
     # partial[rank][block]: whose contributions to the block's dK/dV lie on the rank
