@@ -53,7 +53,8 @@ class Ring:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries over the keys of all ranks."""
-        held, state = self._own(k, v), ()
+        held = self._own(k, v)
+        state: tuple[Tensor, ...] = ()
         for turn in self.plan.turns[self.rank]:
             arriving, _, pending = self._post(turn, held, {}, q.device)
             if turn.attend is not None:
