@@ -285,7 +285,7 @@ def test_when_checks_run_depends_on_the_call_number_alone(check: str, checked: l
     """Also "never" compares at the first call: ranks that chose differently would hang in the next."""
     comm = Gathers({"a": 1})
     for _ in range(40):
-        checks.agree(comm, {"a": 1}, check)
+        checks.agree(comm, lambda: {"a": 1}, check)
     assert comm.gathered == checked
     assert comm.calls == 40
 
@@ -294,7 +294,7 @@ def test_long_facts_fit_the_message() -> None:
     facts: dict[str, object] = {f"fact {i}": "ж" * 5000 for i in range(14)}
     comm = Gathers({})
     with pytest.raises(KeyError):
-        checks.agree(comm, facts, "first")
+        checks.agree(comm, lambda: facts, "first")
 
 
 @pytest.mark.parametrize(("value", "size"), [(-1, 2), (2, 2), (True, 2), (0.0, 2), ("0", 2)])

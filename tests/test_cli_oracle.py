@@ -26,5 +26,5 @@ def test_two_oracles_agree(mask: rf.Mask, monkeypatch: pytest.MonkeyPatch) -> No
     dlse = torch.randn(2, 4, SEQLEN, generator=g)
     at = torch.arange(SEQLEN)
     expected = oracle.results((q, k, v), (dout, dlse), oracle.visible(mask, at, at))
-    for name, a, b in zip(expected._fields, shipped.attention(q, k, v, mask, dout, dlse), expected, strict=True):
+    for name, a, b in zip(expected._fields, shipped.attention(q, k, v, mask=mask, dout=dout, dlse=dlse), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13, msg=name)

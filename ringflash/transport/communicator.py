@@ -29,6 +29,14 @@ class Communicator:
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     calls: int = 0
     check: str = "first"
+    _side: dict[int, torch.cuda.Stream] = field(default_factory=dict)
+
+    def side_stream(self) -> torch.cuda.Stream:
+        """The ring's own stream on the current GPU: transfers are handed over on it."""
+        index = torch.cuda.current_device()
+        if index not in self._side:
+            self._side[index] = torch.cuda.Stream(index, priority=-1)
+        return self._side[index]
 
     @property
     def control(self) -> tuple[ProcessGroup, torch.device]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -9,23 +10,39 @@ from ringflash.transport.communicator import Communicator
 
 
 class Pending:
-    """Transfers in flight; holds their tensors until `wait`."""
+    """Transfers of one exchange; holds their tensors until `wait`.
 
-    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor], comm: Communicator) -> None:
-        self._works, self._tensors, self._comm = works, tensors, comm
+    On a GPU they are handed to NCCL by `wait`, on a stream that goes on from where `exchange` was called: they run beside the
+    kernel launched in between, which did not have to wait for the host to prepare them.
+    """
+
+    def __init__(self, ops: list[dist.P2POp], comm: Communicator) -> None:
+        self._ops, self._comm, self._works, self._begin = ops, comm, [], None
+        if ops and ops[0].tensor.is_cuda:
+            self._begin = torch.cuda.current_stream().record_event()
+        elif ops:
+            self._works = dist.batch_isend_irecv(ops)
 
     def wait(self) -> None:
         """Received data may be used and sent data overwritten: on a GPU by work that is launched after this (the host
         does not wait), on the CPU at once. Raises RuntimeError where the exchange failed, naming a rank that left it."""
         try:
-            for work in self._works:
+            for work in self._works or self._launch():
                 work.wait()
         except RuntimeError as error:
             word = self._comm.word_left()
             if word is None:
                 raise
             raise RuntimeError(f"the ring's exchange failed because {word}") from error
-        self._works, self._tensors = (), ()
+        self._ops, self._works = [], []
+
+    def _launch(self) -> list[dist.Work]:
+        if self._begin is None:
+            return []
+        side = self._comm.side_stream()
+        side.wait_event(self._begin)
+        with torch.cuda.stream(side):
+            return dist.batch_isend_irecv(self._ops)
 
 
 class P2P:
@@ -37,13 +54,12 @@ class P2P:
         self._comm = comm
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> Pending:
-        """Start all transfers: (contiguous tensor, other rank) each. Between two ranks they pair up in order."""
+        """All transfers of a step: (contiguous tensor, other rank) each. Between two ranks they pair up in order."""
         for tensor, _ in (*sends, *recvs):
             assert tensor.is_contiguous()
         ops = [self._op(dist.isend, tensor, rank) for tensor, rank in sends if tensor.numel()]
         ops += [self._op(dist.irecv, tensor, rank) for tensor, rank in recvs if tensor.numel()]
-        works = dist.batch_isend_irecv(ops) if ops else []
-        return Pending(works, [op.tensor for op in ops], self._comm)
+        return Pending(ops, self._comm)
 
     def _op(self, kind: object, tensor: Tensor, rank: int) -> dist.P2POp:
         group = self._comm.group_for(tensor.device.type)
