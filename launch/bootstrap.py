@@ -57,9 +57,7 @@ def bootstrap(
         yield session
 
 
-def pick_device(
-    asked: str | torch.device | None, *, visible: int, local_rank: int, local_size: int
-) -> torch.device:
+def pick_device(asked: str | torch.device | None, *, visible: int, local_rank: int, local_size: int) -> torch.device:
     """The device of rank `local_rank` of `local_size` on a host where this process sees `visible` GPUs.
 
     Raises ValueError where the ranks of this host would have to share a GPU, or `asked` is not there.
@@ -82,9 +80,7 @@ def pick_device(
     return torch.device("cuda", local_rank if visible > 1 else 0)
 
 
-def _begin(
-    backend: str | None, device: str | torch.device | None, timeout: float | None, stack: ExitStack
-) -> Session:
+def _begin(backend: str | None, device: str | torch.device | None, timeout: float | None, stack: ExitStack) -> Session:
     """Initialise the process group; `stack` gets what must be undone, in the order of undoing."""
     world = find_world()
     if world.source == "mpi":
@@ -214,13 +210,9 @@ def _join_existing(backend: str | None, device: str | torch.device | None, timeo
     """The session of a process group that somebody else initialised and will destroy."""
     running = dist.get_backend()
     if backend is not None and backend != running:
-        raise ValueError(
-            f"a process group runs already: backend={backend!r}, its backend is {running!r}; leave backend out"
-        )
+        raise ValueError(f"a process group runs already: backend={backend!r}, its backend is {running!r}; leave backend out")
     if timeout is not None:
-        raise ValueError(
-            f"a process group runs already and keeps its own timeout: timeout={timeout:g}; leave timeout out"
-        )
+        raise ValueError(f"a process group runs already and keeps its own timeout: timeout={timeout:g}; leave timeout out")
     # After init_process_group by hand no variable says which ranks share this host, so the ranks tell one another.
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())

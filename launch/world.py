@@ -155,9 +155,7 @@ def _mpi_world(env: Mapping[str, str]) -> World:
 def _single_world(_env: Mapping[str, str]) -> World:
     """A world of one process."""
     host = socket.gethostname()
-    return World(
-        rank=0, size=1, local_rank=0, local_size=1, host=host, master_addr=LOOPBACK, master_port=0, source="single"
-    )
+    return World(rank=0, size=1, local_rank=0, local_size=1, host=host, master_addr=LOOPBACK, master_port=0, source="single")
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, str]], World]] = {

@@ -54,15 +54,16 @@ class Ring:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries over the keys of all ranks."""
         held = self._own(k, v)
-        state: tuple[Tensor, ...] = ()
+        state: tuple[Tensor, ...] | None = None
         for turn in self.plan.turns[self.rank]:
             arriving, _, pending = self._post(turn, held, {}, q.device)
             if turn.attend is not None:
-                state = self.tile.forward(q, [self._segment(held, turn.attend, q)], self.scale, state or None, turn.last)
+                state = self.tile.forward(q, [self._segment(held, turn.attend, q)], self.scale, state, turn.last)
             if pending is not None:
                 pending.wait()
             _turn_over(held, arriving, turn)
-        out, lse = state  # finished in the last turn that attends; the own block is always attended
+        assert state is not None  # the own block is always attended
+        out, lse = state  # finished in the last turn that attends
         return out, lse
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Pair]:

@@ -129,9 +129,7 @@ def test_bad_variables_are_refused_before_anything_starts(monkeypatch: pytest.Mo
         (torch.device("cpu"), 2, 5, 8, "cpu"),
     ],
 )
-def test_pick_device(
-    asked: str | torch.device | None, visible: int, local_rank: int, local_size: int, chosen: str
-) -> None:
+def test_pick_device(asked: str | torch.device | None, visible: int, local_rank: int, local_size: int, chosen: str) -> None:
     assert pick_device(asked, visible=visible, local_rank=local_rank, local_size=local_size) == torch.device(chosen)
 
 

@@ -125,9 +125,7 @@ def test_no_orphans(tmp_path: Path, ending: int) -> None:
         "import sys; sys.path.insert(0, sys.argv[1]); import test_launch_local as t; "
         "t.run(t.sleep_and_write_pid, 2, sys.argv[2:])"
     )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)], stderr=subprocess.PIPE
-    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)], stderr=subprocess.PIPE)
     assert wait_until(lambda: len([file for file in tmp_path.iterdir() if file.read_text()]) == 2)
     pids = [int(file.read_text()) for file in tmp_path.iterdir()]
     parent.send_signal(ending)

@@ -104,9 +104,7 @@ def test_a_module_and_one_rank_without_prefix(script: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "rank 0 of 1 --lr 1\n", "to stderr\n")
 
 
-def test_the_first_failing_rank_gives_the_status_and_ends_the_others(
-    script: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_failing_rank_gives_the_status_and_ends_the_others(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script.write_text(FAIL)
     begin = time.monotonic()
     assert command.main(["--nproc", "2", str(script)]) == 7
