@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
 from ringflash.cli.verify import Case, verify
@@ -184,7 +185,7 @@ def test_autocast_with_backward_outside(session: Session) -> None:
 def test_reversed_mesh(session: Session) -> None:
     if session.world.size == 1:
         pytest.skip("needs two ranks")
-    mesh = torch.distributed.DeviceMesh("cuda", list(range(session.world.size))[::-1])
+    mesh = DeviceMesh("cuda", list(range(session.world.size))[::-1])
     cp = rf.ContextParallel(mesh)
     assert cp.rank == session.world.size - 1 - session.world.rank
     lines = verify(case(), communicator(mesh), session.device)
