@@ -1,4 +1,7 @@
-"""The tile on one GPU: right first, then how fast. python benchmarks/bench_tile.py [--check] [--peers sdpa-flash,cudnn] [--sweep]"""
+"""The tile on one GPU: right first, then how fast.
+
+python benchmarks/bench_tile.py [--check] [--peers sdpa-flash,cudnn] [--sweep]
+"""
 
 import argparse
 import math
@@ -134,6 +137,13 @@ def functions(case: cases.Case, options: dict[str, portable.Options]) -> dict[st
     }
 
 
+def result(case: cases.Case, what: str, by: str, ms: float, flops: float) -> dict[str, Any]:
+    """One line of results, printed as well."""
+    line = {"case": case.name, "what": what, "by": by, "ms": round(ms, 4), "tflops": round(flops / ms / 1e9)}
+    print(f"{case.name:14s} {what:9s} {by:40s} {ms:8.3f} ms {line['tflops']:5d} TFLOP/s", flush=True)
+    return line
+
+
 def time_case(case: cases.Case, args: argparse.Namespace, which: tuple[str, ...], options: dict[str, portable.Options],
               label: str) -> list[dict[str, Any]]:  # fmt: skip
     flops = timing.attention_flops(case.pairs(), cases.NHEADS_Q, cases.HEADDIM)
@@ -141,8 +151,7 @@ def time_case(case: cases.Case, args: argparse.Namespace, which: tuple[str, ...]
     for name, (fn, share) in functions(case, options).items():
         if name in which:
             ms = timing.median_ms(fn, warm=args.warm, rep=args.rep)
-            lines.append({"case": case.name, "what": name, "by": label, "ms": round(ms, 4), "tflops": round(share * flops / ms / 1e9)})
-            print(f"{case.name:14s} {name:9s} {label:40s} {ms:8.3f} ms {lines[-1]['tflops']:5d} TFLOP/s", flush=True)
+            lines.append(result(case, name, label, ms, share * flops))
     return lines
 
 
@@ -156,11 +165,13 @@ def time_peer(case: cases.Case, args: argparse.Namespace, peer: str) -> list[dic
             return functional.scaled_dot_product_attention(q, k, v, is_causal=case.kind == "causal", enable_gqa=True)
 
         out = attend()
-        for name, fn, share in (("forward", attend, 1.0),
-                                ("backward", lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), 2.5)):  # fmt: skip
+
+        def differentiate() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+        for name, fn, share in (("forward", attend, 1.0), ("backward", differentiate, 2.5)):
             ms = timing.median_ms(fn, warm=args.warm, rep=args.rep)
-            lines.append({"case": case.name, "what": name, "by": peer, "ms": round(ms, 4), "tflops": round(share * flops / ms / 1e9)})
-            print(f"{case.name:14s} {name:9s} {peer:40s} {ms:8.3f} ms {lines[-1]['tflops']:5d} TFLOP/s", flush=True)
+            lines.append(result(case, name, peer, ms, share * flops))
     return lines
 
 
@@ -184,7 +195,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only check")
     parser.add_argument("--dtypes", type=lambda s: s.split(","), default=["bfloat16", "float16", "float32"], help="to check")
-    parser.add_argument("--headdims", type=lambda s: [int(x) for x in s.split(",")], default=[128, 64, 80, 192, 256], help="to check")
+    parser.add_argument("--headdims", type=lambda s: list(map(int, s.split(","))), default=[128, 64, 80, 192, 256])
     parser.add_argument("--peers", type=lambda s: s.split(","), default=[], help=f"also time: {','.join(PEERS)}")
     parser.add_argument("--sweep", action="store_true", help="time alternative tiles")
     parser.add_argument("--cases", type=lambda s: s.split(","), default=list(cases.CASES))
@@ -199,9 +210,11 @@ def main() -> int:
         lines = sweep(args)
     else:
         options = dict.fromkeys(SWEEP, portable.Options())
-        lines = [x for n in args.cases for x in time_case(cases.CASES[n], args, ("forward", "dq", "dkv", "backward"), options, "ringflash")]
-        lines += [x for peer in args.peers for n in args.cases if cases.CASES[n].kind in ("causal", "full")
-                  for x in time_peer(cases.CASES[n], args, peer)]  # fmt: skip
+        lines = []
+        for case in (cases.CASES[name] for name in args.cases):
+            lines += time_case(case, args, (*SWEEP, "backward"), options, "ringflash")
+            for peer in args.peers if case.kind in ("causal", "full") else ():
+                lines += time_peer(case, args, peer)
     timing.append("bench_tile", lines, warm=args.warm, rep=args.rep)
     return 0
 

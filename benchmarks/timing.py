@@ -11,7 +11,7 @@ import torch
 import triton
 
 RESULTS = Path(__file__).parent / "results"
-PROTOCOL = "median of CUDA-event times, one event pair per call, L2 overwritten between calls, {warm} ms warm-up, {rep} ms measured"
+PROTOCOL = "median of CUDA-event times, one pair per call, L2 overwritten between calls, {warm} ms warm-up, {rep} ms measured"
 
 
 def attention_flops(pairs: int, nheads_q: int, headdim: int, headdim_v: int | None = None) -> int:

@@ -31,13 +31,13 @@ def _load_rows(lse, delta, at, first, hi, BLOCK_Q: tl.constexpr, VECTORS: tl.con
 
 @triton.jit
 def _dq_step(q_blk, dout_blk, k, k_at, v, v_at, n0, row_keys, lse, delta, dq, scale, MASK: tl.constexpr,
-             BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr, HEADDIM_V: tl.constexpr,
-             HEADDIM_V_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+             BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr,
+             HEADDIM_V: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """One key block: dQ += dS K, dS = P * (dO V^T - delta). Keys that no row sees are zero in k_blk and v_blk."""
     keys = n0 + tl.arange(0, BLOCK_K)
     begin, end, hi = row_keys[0], row_keys[1], row_keys[2]
     seen = keys < hi
-    if MASK:
+    if MASK:  # noqa: SIM102  (one is known when compiling)
         if row_keys[3]:  # gaps
             seen = seen & blocks.seen_keys(keys, row_keys[4], row_keys[5], row_keys[6], row_keys[7], BLOCK_Q)
     k_blk = blocks.load_block(k, k_at, n0, seen, BLOCK_K, HEADDIM, HEADDIM_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM]
@@ -53,7 +53,8 @@ def _dq_step(q_blk, dout_blk, k, k_at, v, v_at, n0, row_keys, lse, delta, dq, sc
 
 @triton.jit
 def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, k0, k1, k2, k3, k4, k5, k6, k7,
-               v0, v1, v2, v3, v4, v5, v6, v7, k_strides, v_strides, begins, ends, interval_strides, readys, waits, dq_ptr, sizes, scale,
+               v0, v1, v2, v3, v4, v5, v6, v7, k_strides, v_strides, begins, ends, interval_strides, readys, waits, dq_ptr,
+               sizes, scale,
                SEGMENTS: tl.constexpr, WAIT: tl.constexpr, TMA: tl.constexpr, FENCE: tl.constexpr, ALIGN: tl.constexpr,
                PRECISION: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_V: tl.constexpr, BLOCK_Q: tl.constexpr,
                BLOCK_K: tl.constexpr, HEADDIM_PAD: tl.constexpr, HEADDIM_V_PAD: tl.constexpr):  # fmt: skip
@@ -85,7 +86,7 @@ def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, k0,
         gaps = blocks.has_gaps(begin, end_ptr, rows, first, valid)
         lo, full_lo, full_hi, hi = blocks.key_range(begin, end, valid, BLOCK_K)
         touched = touched | (hi > lo)
-        if WAIT:
+        if WAIT:  # noqa: SIM102
             if (hi > lo) & (((blocks.size(waits) >> s) & 1) != 0):
                 blocks.wait(blocks.pick(readys, s, SEGMENTS), FENCE)
         k, v = blocks.pick_view(ks, s, SEGMENTS, TMA), blocks.pick_view(vs, s, SEGMENTS, TMA)
@@ -106,15 +107,17 @@ def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, k0,
 
 @triton.jit
 def _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, seqlen_q, first, last, lse, delta, row_at, dk, dv, scale,
-              MASK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr,
-              HEADDIM_V: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, TMA: tl.constexpr, VECTORS: tl.constexpr,
+              MASK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADDIM: tl.constexpr,
+              HEADDIM_PAD: tl.constexpr, HEADDIM_V: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, TMA: tl.constexpr,
+              VECTORS: tl.constexpr,
               PRECISION: tl.constexpr):  # fmt: skip
     """One row block, transposed: dV += P^T dO, dK += dS^T Q."""
     at = m0
     if MASK and TMA:
         at = tl.minimum(m0, seqlen_q - BLOCK_Q)  # rows behind the last may be anything; those before m0 are masked again
     rows = at + tl.arange(0, BLOCK_Q)
-    q_blk = blocks.load_block(q, q_at, at, rows < seqlen_q, BLOCK_Q, HEADDIM, HEADDIM_PAD, TMA, MASK and not TMA)  # [BLOCK_Q, HEADDIM]
+    q_blk = blocks.load_block(q, q_at, at, rows < seqlen_q, BLOCK_Q, HEADDIM, HEADDIM_PAD, TMA,
+                              MASK and not TMA)  # [BLOCK_Q, HEADDIM]  # fmt: skip
     dout_blk = blocks.load_block(dout, dout_at, at, rows < seqlen_q, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, TMA,
                                  MASK and not TMA)  # [BLOCK_Q, HEADDIM_V]  # fmt: skip
     lse_blk, delta_blk = _load_rows(lse, delta, row_at, at, seqlen_q, BLOCK_Q, VECTORS, MASK)  # [BLOCK_Q] each
@@ -160,7 +163,8 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse, delta, ks, vs, k_strides,
                 interval_strides, readys, waits, dks, dvs, seqlens_k, sizes, scale,
                 SEGMENTS: tl.constexpr, WAIT: tl.constexpr, TMA: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
                 HEADDIM: tl.constexpr, HEADDIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-                HEADDIM_PAD: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, FANOUT: tl.constexpr, VECTORS: tl.constexpr):  # fmt: skip
+                HEADDIM_PAD: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, FANOUT: tl.constexpr,
+                VECTORS: tl.constexpr):  # fmt: skip
     seqlen_q, nheads_q, group = blocks.size32(sizes[0]), blocks.size32(sizes[1]), blocks.size32(sizes[2])
     key_blocks = blocks.size32(sizes[5])
     block, head = blocks.schedule(tl.program_id(0), key_blocks, blocks.size32(sizes[3]), blocks.size32(sizes[4]))
@@ -177,7 +181,7 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse, delta, ks, vs, k_strides,
                                                              tl.minimum(n0 + BLOCK_K, seqlen_k), BLOCK_Q, FANOUT,
                                                              4 if VECTORS else 1)  # fmt: skip
     if hi > lo:
-        if WAIT:
+        if WAIT:  # noqa: SIM102
             if ((blocks.size(waits) >> s) & 1) != 0:
                 blocks.wait(blocks.pick(readys, s, SEGMENTS), False)
         k_at = blocks.pick_at(k_strides, s, b, hk, SEGMENTS, ALIGN, False)
@@ -189,7 +193,7 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse, delta, ks, vs, k_strides,
                                   True)  # [BLOCK_K, HEADDIM_V]  # fmt: skip
         dk = tl.zeros([BLOCK_K, HEADDIM_PAD], tl.float32)
         dv = tl.zeros([BLOCK_K, HEADDIM_V_PAD], tl.float32)
-        # The group's heads one after the other in one pipelined loop; counters, since a division costs more than a block's wait.
+        # The group's heads one after the other in one pipelined loop; counters, since divisions cost registers and time.
         h, m0 = hk * group, blocks.lo_edge(lo, full_lo, full_hi)
         for _ in tl.range(0, group * blocks.edge_count(lo, full_lo, full_hi, hi, BLOCK_Q)):
             row_at = (b * nheads_q + h) * seqlen_q
@@ -218,7 +222,8 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse, delta, ks, vs, k_strides,
 
 @triton.jit
 def _delta_kernel(dout_ptr, dout_strides, out_ptr, out_strides, dlse_ptr, delta_ptr, sizes, HAS_DLSE: tl.constexpr,
-                  ALIGN: tl.constexpr, BLOCK_Q: tl.constexpr, HEADDIM_V: tl.constexpr, HEADDIM_V_PAD: tl.constexpr):  # fmt: skip
+                  ALIGN: tl.constexpr, BLOCK_Q: tl.constexpr, HEADDIM_V: tl.constexpr,
+                  HEADDIM_V_PAD: tl.constexpr):  # fmt: skip
     seqlen_q, nheads_q = blocks.size32(sizes[0]), blocks.size32(sizes[1])
     row_blocks = tl.cdiv(seqlen_q, BLOCK_Q)
     first, head = tl.program_id(0) % row_blocks * BLOCK_Q, tl.program_id(0) // row_blocks
@@ -304,7 +309,8 @@ def launch_dq(
     with portable.guard(q.device):
         _dq_kernel[(triton.cdiv(seqlen_q, tile.block_q) * heads,)](
             q, portable.strides_of(q, False, args.align), dout, portable.strides_of(dout, False, args.align), lse, delta,
-            *portable.slots(args.ks), *portable.slots(args.vs), *args.keys, *args.intervals, dq, portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale, TMA=tma,
+            *portable.slots(args.ks), *portable.slots(args.vs), *args.keys, *args.intervals, dq,
+            portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale, TMA=tma,
             FENCE=tma and q.device.type == "cuda", HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q,
             BLOCK_K=tile.block_k, num_warps=tile.warps, num_stages=tile.stages, **args.constexprs,
             **portable.pads(headdim, headdim_v),
@@ -339,8 +345,10 @@ def launch_dkv(
     with portable.guard(q.device):
         _dkv_kernel[(key_blocks * heads,)](
             view(q), portable.strides_of(q, tma, args.align), view(dout), portable.strides_of(dout, tma, args.align),
-            row(lse), row(delta), args.ks, args.vs, *args.keys, *args.intervals, tuple(dk for dk, _ in dkv), tuple(dv for _, dv in dkv),
+            row(lse), row(delta), args.ks, args.vs, *args.keys, *args.intervals, tuple(dk for dk, _ in dkv),
+            tuple(dv for _, dv in dkv),
             portable.encode(*seqlens_k), portable.encode(seqlen_q, nheads_q, group, heads, chunk, key_blocks), scale,
-            TMA=tma, HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, FANOUT=256, VECTORS=vectors,
+            TMA=tma, HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, FANOUT=256,
+            VECTORS=vectors,
             num_warps=tile.warps, num_stages=tile.stages, **args.constexprs, **portable.pads(headdim, headdim_v),
         )  # fmt: skip

@@ -15,6 +15,7 @@ def size(x):
 
 @triton.jit
 def size32(x):
+    """size in 32 bits."""
     return size(x).to(tl.int32)
 
 
@@ -42,7 +43,7 @@ def pick_view(xs, s, SEGMENTS: tl.constexpr, TMA: tl.constexpr):
 
 @triton.jit
 def slice_at(strides, b, h, ALIGN: tl.constexpr, TMA: tl.constexpr):
-    """Where the (b, h) slice lies, from portable.strides_of: (element offset, row stride), or (row, column) of the descriptor."""
+    """Where the (b, h) slice lies, from portable.strides_of: (element offset, row stride), or a descriptor's (row, column)."""
     return _slice_at(strides[0], strides[1], strides[2], b, h, ALIGN, TMA)
 
 
@@ -69,7 +70,7 @@ def _slice_at(x, y, z, b, h, ALIGN: tl.constexpr, TMA: tl.constexpr):
 @triton.jit
 def load_block(x, at, first, keep, BLOCK: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr,
                TMA: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
-    """Rows first ... first+BLOCK-1 of a slice: [BLOCK, HEADDIM_PAD]. With CHECK the rows where keep [BLOCK] is False are zero."""
+    """Rows first ... first+BLOCK-1 of a slice [BLOCK, HEADDIM_PAD]. With CHECK rows where keep [BLOCK] is False are zero."""
     if TMA:
         blk = x.load([at[0] + first, at[1]])
         if CHECK:
@@ -150,6 +151,7 @@ def seen_keys(keys, begin_ptr, end_ptr, lo, hi, step):
 
 @triton.jit
 def power_above(n):
+    """The smallest power of two >= n, at least 1."""
     step = n * 0 + 1
     while step < n:
         step *= 2
@@ -167,6 +169,7 @@ def whole_blocks(lo, inner_lo, inner_hi, BLOCK: tl.constexpr):
 
 @triton.jit
 def edge_count(lo, full_lo, full_hi, hi, BLOCK: tl.constexpr):
+    """Blocks of the hull outside its full part."""
     return tl.cdiv(full_lo - lo, BLOCK) + tl.cdiv(hi - full_hi, BLOCK)
 
 
@@ -188,6 +191,7 @@ def next_block(first, lo, full_lo, full_hi, hi, BLOCK: tl.constexpr):
 
 @triton.jit
 def lo_edge(lo, full_lo, full_hi):
+    """First index of the first edge block."""
     return tl.where(full_lo > lo, lo, full_hi)
 
 

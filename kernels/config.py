@@ -1,4 +1,4 @@
-"""The table of tile sizes, warps and stages: frozen, keyed by (arch, bytes per element, padded headdim); nothing is tuned at run time."""
+"""The frozen table of tile sizes, warps and stages, by (arch, bytes per element, padded headdim): no tuning at run time."""
 
 from typing import NamedTuple
 

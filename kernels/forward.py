@@ -18,7 +18,8 @@ def _step(q_blk, k, k_at, v, v_at, n0, row_keys, acc, row_max, row_sum, scale,
     """One key block: acc and sum are sums of exp2(x - max), rescaled when the running maximum moves."""
     keys = n0 + tl.arange(0, BLOCK_K)
     begin, end, hi = row_keys[0], row_keys[1], row_keys[2]
-    k_blk = blocks.load_block(k, k_at, n0, keys < hi, BLOCK_K, HEADDIM, HEADDIM_PAD, TMA, MASK and not TMA)  # [BLOCK_K, HEADDIM]
+    k_blk = blocks.load_block(k, k_at, n0, keys < hi, BLOCK_K, HEADDIM, HEADDIM_PAD, TMA,
+                              MASK and not TMA)  # [BLOCK_K, HEADDIM]  # fmt: skip
     scores = blocks.dot(q_blk, tl.trans(k_blk), None, PRECISION)  # [BLOCK_Q, BLOCK_K]
     seen = keys < hi
     if MASK:
@@ -50,7 +51,8 @@ def _load_state(acc_ptr, max_ptr, sum_ptr, acc_at, acc_mask, row_at, valid):
 
 
 @triton.jit
-def _kernel(q_ptr, q_strides, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4, v5, v6, v7, k_strides, v_strides, begins, ends, interval_strides, readys, waits,
+def _kernel(q_ptr, q_strides, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4, v5, v6, v7, k_strides, v_strides,
+            begins, ends, interval_strides, readys, waits,
             acc_ptr, max_ptr, sum_ptr, out_ptr, lse_ptr, sizes, scale,
             SEGMENTS: tl.constexpr, CARRIED: tl.constexpr, FINISH: tl.constexpr, WAIT: tl.constexpr, TMA: tl.constexpr,
             FENCE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, HEADDIM: tl.constexpr,
@@ -88,7 +90,7 @@ def _kernel(q_ptr, q_strides, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4
             begin, end = blocks.load_interval(begin_ptr, end_ptr, rows, seqlen_q)
             gaps = blocks.has_gaps(begin, end_ptr, rows, first, valid)
             lo, full_lo, full_hi, hi = blocks.key_range(begin, end, valid, BLOCK_K)
-            if WAIT:
+            if WAIT:  # noqa: SIM102
                 if (hi > lo) & (((blocks.size(waits) >> s) & 1) != 0):
                     blocks.wait(blocks.pick(readys, s, SEGMENTS), FENCE)
             k, v = blocks.pick_view(ks, s, SEGMENTS, TMA), blocks.pick_view(vs, s, SEGMENTS, TMA)
@@ -97,11 +99,15 @@ def _kernel(q_ptr, q_strides, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4
             row_keys = begin, end, hi, gaps, begin_ptr, end_ptr, first, tl.minimum(first + BLOCK_Q, seqlen_q)
             for t in tl.range(0, blocks.edge_count(lo, full_lo, full_hi, hi, BLOCK_K)):
                 n0 = blocks.edge_block(t, lo, full_lo, full_hi, BLOCK_K)
-                acc, row_max, row_sum = _step(q_blk, k, k_at, v, v_at, n0, row_keys, acc, row_max, row_sum, scale, True,
-                                              BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+                acc, row_max, row_sum = _step(
+                    q_blk, k, k_at, v, v_at, n0, row_keys, acc, row_max, row_sum, scale, True, BLOCK_Q,
+                    BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION,
+                )  # fmt: skip
             for n0 in tl.range(full_lo, full_hi, BLOCK_K):
-                acc, row_max, row_sum = _step(q_blk, k, k_at, v, v_at, n0, row_keys, acc, row_max, row_sum, scale, False,
-                                              BLOCK_Q, BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION)  # fmt: skip
+                acc, row_max, row_sum = _step(
+                    q_blk, k, k_at, v, v_at, n0, row_keys, acc, row_max, row_sum, scale, False, BLOCK_Q,
+                    BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION,
+                )  # fmt: skip
 
     if FINISH:
         out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]  # a row that saw no key: 0 / 1

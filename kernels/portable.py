@@ -39,7 +39,7 @@ class Arguments(NamedTuple):
 
 
 def encode(*values: int) -> tuple[int, ...]:
-    """Odd numbers past 2**40: Triton compiles anew for an integer that is 1, or divisible by 16, or crosses 2**31; never for these."""
+    """Odd numbers past 2**40: Triton compiles anew when an integer is 1, or divisible by 16, or crosses 2**31; not so these."""
     return tuple(2 * value + 1 + (1 << 40) for value in values)
 
 
@@ -72,7 +72,7 @@ def alignment(tensors: Sequence[Tensor]) -> int:
 
 def describable(x: Tensor) -> bool:
     """Whether every (batch, head) slice of x is a stretch of rows of one matrix of width stride(row)."""
-    batch, seqlen, nheads, headdim = x.shape
+    nheads, headdim = x.shape[2:]
     stride_b, width, stride_h = strides(x)
     bytes_each = x.element_size()
     if headdim != config.padded(headdim) or width < headdim or x.data_ptr() % 16 or width * bytes_each % 16 or stride_b % width:
@@ -129,6 +129,7 @@ def arch(device: torch.device) -> str:
 
 
 def has_descriptors(device: torch.device) -> bool:
+    """Whether the GPU's copy engine reads blocks by descriptor."""
     return config.nearest(arch(device)) in ("sm_90", "sm_100")
 
 
@@ -145,6 +146,7 @@ def precision(x: Tensor) -> str:
 
 
 def pads(headdim: int, headdim_v: int) -> dict[str, int]:
+    """The constexprs that say to what the columns are padded."""
     return {"HEADDIM_PAD": config.padded(headdim), "HEADDIM_V_PAD": config.padded(headdim_v)}
 
 

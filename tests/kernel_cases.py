@@ -149,7 +149,8 @@ def poison(x: Tensor, begin: Tensor, end: Tensor) -> Tensor:
 
 
 def random_case(seqlen_q: int, seqlens_k: tuple[int, ...], *, seed: int = 0, batch: int = 2, nheads: tuple[int, int] = (4, 2),
-                headdims: tuple[int, int] = (16, 16), dtype: torch.dtype = torch.float32, shared: bool = False) -> Case:  # fmt: skip
+                headdims: tuple[int, int] = (16, 16), dtype: torch.dtype = torch.float32, shared: bool = False
+                ) -> Case:  # fmt: skip
     """A case; `shared` intervals have one row for the whole batch."""
     generator = torch.Generator().manual_seed(seed)
 

@@ -28,7 +28,7 @@ def test_padded(headdim, padded):
 
 @pytest.mark.parametrize(
     ("arch", "row"),
-    [("sm_90", "sm_90"), ("sm_86", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100"), ("sm_120", "sm_80"), ("gfx950", "gfx942")],
+    [("sm_90", "sm_90"), ("sm_86", "sm_80"), ("sm_103", "sm_100"), ("sm_120", "sm_80"), ("gfx950", "gfx942")],
 )
 def test_nearest(arch, row):
     assert config.nearest(arch) == row
