@@ -73,12 +73,14 @@ def _aligned(kind: object, path: tuple[int, ...]) -> dict[tuple[int, ...], list[
 def compile_kernel(
     which: str, arch: str, element: str, headdim: int, *, headdim_v: int = 0, segments: int = 1, tma: bool = False,
     tile: config.Tile | None = None, **flags: object,
-) -> object:  # fmt: skip
+) -> Any:  # fmt: skip
     """Compile kernel `which` (forward, dq, dkv) for an arch, element type (fp32, fp16, bf16) and head dims, without a GPU."""
     headdim_v = headdim_v or headdim
     size = 4 if element == "fp32" else 2
     pad, pad_v = config.padded(headdim), config.padded(headdim_v)
-    tile = tile or getattr(config.TABLE[arch, size, max(64, pad, pad_v)], which)
+    if tile is None:
+        tile = config.TABLE[arch, size, max(64, pad, pad_v)]._asdict()[which]
+    assert tile is not None
     constexprs = {
         "SEGMENTS": segments, "CARRIED": False, "FINISH": True, "WAIT": False, "TMA": tma, "FENCE": False,
         "ALIGN": 16 // size, "PRECISION": "ieee", "HEADDIM": headdim, "HEADDIM_V": headdim_v, "BLOCK_Q": tile.block_q,
@@ -88,8 +90,8 @@ def compile_kernel(
     descriptor = lambda columns: f"tensordesc<{element}[{block},{columns}]>"  # noqa: E731
     pointer = f"*{element}"
     by_descriptor = {"q", "dout"} if which == "dkv" else {"ks", "vs"}
-    views = dict.fromkeys(("q", "dout", "ks", "vs"), pointer)
-    views |= dict.fromkeys(("lse", "delta"), f"tensordesc<fp32[{block}]>" if tma else "*fp32")
+    views: dict[str, str] = dict.fromkeys(("q", "dout", "ks", "vs"), pointer)
+    views |= dict.fromkeys(["lse", "delta"], f"tensordesc<fp32[{block}]>" if tma else "*fp32")
     if tma:
         views |= {name: descriptor(pad if name in ("q", "ks") else pad_v) for name in by_descriptor}
     fn = KERNELS[which]
@@ -102,9 +104,9 @@ def compile_kernel(
     return triton.compile(source, target=TARGETS[arch], options=options)
 
 
-def resources(compiled: object) -> tuple[int, int]:
+def resources(compiled: Any) -> tuple[int, int]:
     """(registers, bytes of spill and stack) of a CUDA kernel, read out of its machine code."""
-    tool = next(Path(triton.__file__).parent.rglob("cuobjdump*"))
+    tool = next(Path(str(triton.__file__)).parent.rglob("cuobjdump*"))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
