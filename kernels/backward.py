@@ -255,7 +255,7 @@ def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     align = portable.alignment((dout, out)) if dout.dtype == out.dtype else 1
     block = 64
     with portable.guard(out.device):
-        _delta_kernel[(triton.cdiv(seqlen_q, block) * batch * nheads_q,)](
+        _delta_kernel[(triton.cdiv(seqlen_q, block) * batch * nheads_q,)](  # pyright: ignore[reportIndexIssue]
             dout, portable.strides_of(dout, False, align), out, portable.strides_of(out, False, align), rows, result,
             portable.encode(seqlen_q, nheads_q), HAS_DLSE=dlse is not None, ALIGN=align, BLOCK_Q=block, HEADDIM_V=headdim_v,
             HEADDIM_V_PAD=config.padded(headdim_v),
@@ -270,21 +270,25 @@ def backward(
     lse: Tensor,
     delta: Tensor,
     scale: float,
-    dq: Tensor,
-    dkv: Sequence[tuple[Tensor, Tensor]],
+    dq: Tensor | None,
+    dkv: Sequence[tuple[Tensor, Tensor]] | None,
 ) -> None:
     """Add the segments' contributions into float32 dq, and into float32 (dk, dv) per segment (README.md has the contract).
 
     dout in q's dtype (batch, seqlen_q, nheads_q, headdim_v); lse, delta float32 contiguous (batch, nheads_q, seqlen_q).
+    Where dq or dkv is None that kernel is not launched.
     """
     dout, q = portable.unit_stride(dout), portable.unit_stride(q)
-    pairs = [pair for pair in zip(segments, dkv, strict=True) if pair[0].k.shape[1]]
+    grads = [None] * len(segments) if dkv is None else dkv
+    pairs = [pair for pair in zip(segments, grads, strict=True) if pair[0].k.shape[1]]
     if q.numel() == 0:
         return
     for i in range(0, len(pairs), portable.MAX_SEGMENTS):
-        part, grads = zip(*pairs[i : i + portable.MAX_SEGMENTS], strict=True)
-        launch_dq(dout, q, part, lse, delta, scale, dq)
-        launch_dkv(dout, q, part, lse, delta, scale, grads)
+        part, into = zip(*pairs[i : i + portable.MAX_SEGMENTS], strict=True)
+        if dkv is not None:
+            launch_dkv(dout, q, part, lse, delta, scale, into)
+        if dq is not None:
+            launch_dq(dout, q, part, lse, delta, scale, dq)
 
 
 def launch_dq(
@@ -307,7 +311,7 @@ def launch_dq(
     group, heads = nheads_q // segments[0].k.shape[2], batch * nheads_q
     chunk = options.chunk or portable.heads_together(portable.key_bytes(segments), group, heads)
     with portable.guard(q.device):
-        _dq_kernel[(triton.cdiv(seqlen_q, tile.block_q) * heads,)](
+        _dq_kernel[(triton.cdiv(seqlen_q, tile.block_q) * heads,)](  # pyright: ignore[reportIndexIssue]
             q, portable.strides_of(q, False, args.align), dout, portable.strides_of(dout, False, args.align), lse, delta,
             *portable.slots(args.ks), *portable.slots(args.vs), *args.keys, *args.intervals, dq,
             portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale, TMA=tma,
@@ -343,7 +347,7 @@ def launch_dkv(
     view = (lambda x: portable.describe(x, tile.block_q)) if tma else (lambda x: x)
     row = (lambda x: portable.describe_vector(x, tile.block_q)) if vectors else (lambda x: x)
     with portable.guard(q.device):
-        _dkv_kernel[(key_blocks * heads,)](
+        _dkv_kernel[(key_blocks * heads,)](  # pyright: ignore[reportIndexIssue]
             view(q), portable.strides_of(q, tma, args.align), view(dout), portable.strides_of(dout, tma, args.align),
             row(lse), row(delta), args.ks, args.vs, *args.keys, *args.intervals, tuple(dk for dk, _ in dkv),
             tuple(dv for _, dv in dkv),

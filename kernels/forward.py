@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringflash.kernels import blocks, config, portable
-from ringflash.kernels.reference import LN2, LOG2E, Segment, State, empty_state
+from ringflash.kernels.reference import LN2, LOG2E, Segment, State
 
 _LN2 = tl.constexpr(LN2)
 
@@ -159,9 +159,17 @@ def launch(
 def _into_state(
     q: Tensor, segments: list[Segment], scale: float, state: State | None, headdim_v: int, options: portable.Options
 ) -> State:
-    into = empty_state(q, headdim_v) if state is None else state
+    into = _room_for_state(q, headdim_v) if state is None else state
     _one_launch(q, segments, scale, into, into[:2], options, CARRIED=state is not None, FINISH=False)
     return into
+
+
+def _room_for_state(q: Tensor, headdim_v: int) -> State:
+    """Uninitialised: a launch that carries no state in writes every row."""
+    batch, seqlen_q, nheads_q, _ = q.shape
+    acc = torch.empty(batch, seqlen_q, nheads_q, headdim_v, dtype=torch.float32, device=q.device)
+    row_max, row_sum = torch.empty(2, batch, nheads_q, seqlen_q, dtype=torch.float32, device=q.device)
+    return acc, row_max, row_sum
 
 
 def _one_launch(
@@ -184,7 +192,7 @@ def _one_launch(
     heads = batch * nheads_q
     chunk = options.chunk or portable.heads_together(portable.key_bytes(segments), group, heads)
     with portable.guard(q.device):
-        _kernel[(triton.cdiv(seqlen_q, tile.block_q) * heads,)](
+        _kernel[(triton.cdiv(seqlen_q, tile.block_q) * heads,)](  # pyright: ignore[reportIndexIssue]
             q, portable.strides_of(q, False, args.align), *portable.slots(args.ks),
             *portable.slots(args.vs), *args.keys, *args.intervals, *state, *result,
             portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale * LOG2E, HEADDIM=headdim, HEADDIM_V=headdim_v,

@@ -6,6 +6,7 @@ Runs with any Triton: python -m pytest tests/test_kernels_compile.py in an envir
 import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
 
 import kernel_cases
 import pytest
@@ -31,7 +32,7 @@ VARIANTS = [
 ]
 
 
-def build(arch: str, which: str, element: str, headdim: int, options: dict[str, object]) -> tuple[int, int, str]:
+def build(arch: str, which: str, element: str, headdim: int, options: dict[str, Any]) -> tuple[int, int, str]:
     """(shared memory, spilled bytes, text of the machine code) of one kernel."""
     compiled = kernel_cases.compile_kernel(which, arch, element, headdim, **({"tma": arch in ("sm_90", "sm_100")} | options))
     text = compiled.asm["amdgcn" if arch.startswith("gfx") else "ptx"]
