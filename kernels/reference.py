@@ -160,13 +160,13 @@ def backward(
     lse: Tensor,
     delta: Tensor,
     scale: float,
-    dq: Tensor,
-    dkv: Sequence[tuple[Tensor, Tensor]],
+    dq: Tensor | None,
+    dkv: Sequence[tuple[Tensor, Tensor]] | None,
 ) -> None:
-    """Add the segments' contributions into float32 dq, and into float32 (dk, dv) per segment."""
-    for segment, (dk, dv) in zip(segments, dkv, strict=True):
+    """Add the segments' contributions into float32 dq, and into float32 (dk, dv) per segment; None: not wanted now."""
+    for i, segment in enumerate(segments):
         for blk in _blocks(segment, q.shape[0]):
-            _backward_block(dout, q, segment, (lse, delta), scale, (dq, dk, dv), blk)
+            _backward_block(dout, q, segment, (lse, delta), scale, (dq, dkv[i] if dkv is not None else None), blk)
 
 
 def _backward_block(
@@ -175,11 +175,11 @@ def _backward_block(
     segment: Segment,
     row_stats: tuple[Tensor, Tensor],
     scale: float,
-    grads: tuple[Tensor, Tensor, Tensor],
+    grads: tuple[Tensor | None, tuple[Tensor, Tensor] | None],
     blk: _Block,
 ) -> None:
     nheads_k = segment.k.shape[2]
-    dq, dk, dv = grads
+    dq, dkv = grads
     lse_blk, delta_blk = (x[blk.b, :, blk.rows].unflatten(0, (nheads_k, -1))[..., None] for x in row_stats)
     q_blk = _heads_first(q[blk.b, blk.rows], nheads_k)  # [nheads_k, group, BLOCK_Q, headdim]
     dout_blk = _heads_first(dout[blk.b, blk.rows], nheads_k)
@@ -191,6 +191,9 @@ def _backward_block(
     p = torch.exp2(blk.mask(_scores(q_blk, k_blk, scale), -math.inf) - lse_blk * LOG2E)
     dp = _times_keys(dout_blk, v_blk.transpose(1, 2))
     ds = blk.mask(p * (dp - delta_blk), 0.0) * scale
-    dq[blk.b, blk.rows] += _times_keys(ds, k_blk).permute(2, 0, 1, 3).flatten(1, 2)
-    dk[blk.b, blk.keys] += _times_rows(ds, q_blk).transpose(0, 1)
-    dv[blk.b, blk.keys] += _times_rows(p, dout_blk).transpose(0, 1)
+    if dq is not None:
+        dq[blk.b, blk.rows] += _times_keys(ds, k_blk).permute(2, 0, 1, 3).flatten(1, 2)
+    if dkv is not None:
+        dk, dv = dkv
+        dk[blk.b, blk.keys] += _times_rows(ds, q_blk).transpose(0, 1)
+        dv[blk.b, blk.keys] += _times_rows(p, dout_blk).transpose(0, 1)

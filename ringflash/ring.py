@@ -15,7 +15,16 @@ Pair = tuple[Tensor, Tensor]  # (k, v) of a block, or its (dk, dv)
 
 
 class _Pending(Protocol):
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """What was sent may be overwritten and what was received be used by work launched after this."""
+        ...
+
+
+class _Nothing:
+    """A turn without transfers."""
+
+    def wait(self) -> None:
+        pass
 
 
 class Transport(Protocol):
@@ -30,6 +39,11 @@ class TileLike(Protocol):
     """What the loop needs of a tile (kernels/README.md)."""
 
     @property
+    def two_passes(self) -> bool:
+        """Whether dQ and dK/dV are computed apart anyhow."""
+        ...
+
+    @property
     def segment(self) -> Callable[..., Any]:
         """Make a segment from (k, v, begin, end)."""
         ...
@@ -41,7 +55,7 @@ class TileLike(Protocol):
 
     @property
     def backward(self) -> Callable[..., None]:
-        """(dout, q, segments, lse, delta, scale, dq, dkv): adds into dq and dkv."""
+        """(dout, q, segments, lse, delta, scale, dq, dkv): adds into dq and dkv, of which one may be None."""
         ...
 
 
@@ -56,11 +70,10 @@ class Ring:
         held = self._own(k, v)
         state: tuple[Tensor, ...] | None = None
         for turn in self.plan.turns[self.rank]:
-            arriving, _, pending = self._post(turn, held, {}, q.device)
+            arriving, _, pending = self._post(turn, held, {}, grads=False)
             if turn.attend is not None:
                 state = self.tile.forward(q, [self._segment(held, turn.attend, q)], self.scale, state, turn.last)
-            if pending is not None:
-                pending.wait()
+            pending.wait()
             _turn_over(held, arriving, turn)
         assert state is not None  # the own block is always attended
         out, lse = state  # finished in the last turn that attends
@@ -70,15 +83,19 @@ class Ring:
         """float32 dq and (dk, dv) of this rank's tokens: the gradient of the sum over ranks of their local losses."""
         held, partial = self._own(k, v), {}
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        for turn in self.plan.turns[self.rank]:
-            arriving, arriving_grads, pending = self._post(turn, held, partial, q.device, grads=True)
+        turns = self.plan.turns[self.rank]
+        owed: list = []  # the last block's dQ is computed while its dK/dV travel home
+        for turn in turns:
+            arriving, arriving_grads, pending = self._post(turn, held, partial, grads=True)
             if turn.attend is not None:
-                block = turn.attend
-                partial[block] = partial.get(block) or _zeros_like(held[block])
-                segments = [self._segment(held, block, q)]
-                self.tile.backward(dout, q, segments, lse, delta, self.scale, dq, [partial[block]])
-            if pending is not None:
-                pending.wait()
+                partial[turn.attend] = partial.get(turn.attend) or _zeros_like(held[turn.attend])
+                segments, into = [self._segment(held, turn.attend, q)], [partial[turn.attend]]
+                owed = segments if self.tile.two_passes and turn.last and turn is not turns[-1] else []
+                self.tile.backward(dout, q, segments, lse, delta, self.scale, None if owed else dq, into)
+            elif owed:
+                self.tile.backward(dout, q, owed, lse, delta, self.scale, dq, None)
+                owed = []
+            pending.wait()
             _turn_over(held, arriving, turn)
             for block, grads in arriving_grads:
                 partial[block] = _add(partial.get(block), grads)
@@ -93,8 +110,8 @@ class Ring:
         return self.tile.segment(*held[block], *self.plan.intervals(self.rank, q.device)[block])
 
     def _post(
-        self, turn: Turn, held: dict[int, Pair], partial: dict[int, Pair], device: torch.device, grads: bool = False
-    ) -> tuple[dict[int, Pair], list[tuple[int, Pair]], _Pending | None]:
+        self, turn: Turn, held: dict[int, Pair], partial: dict[int, Pair], *, grads: bool
+    ) -> tuple[dict[int, Pair], list[tuple[int, Pair]], _Pending]:
         """Start a turn's transfers, K and V (and dK and dV) in one batch: (arriving blocks, arriving dK/dV, their end)."""
         arriving = {block: self._room_for(block, held) for block, _ in turn.recvs}
         arriving_grads: list[tuple[int, Pair]] = []
@@ -105,7 +122,7 @@ class Ring:
             sends += [(x, to) for block, to in turn.grad_sends for x in partial.pop(block)]
             recvs += [(x, turn.grad_recvs[i][1]) for i, (_, pair) in enumerate(arriving_grads) for x in pair]
         if not sends and not recvs:
-            return arriving, arriving_grads, None
+            return arriving, arriving_grads, _Nothing()
         assert self.transport is not None
         return arriving, arriving_grads, self.transport.exchange(sends, recvs)
 

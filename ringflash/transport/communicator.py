@@ -136,7 +136,8 @@ def _make(group: object) -> Communicator:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group must be a 1-D DeviceMesh: it has {group.ndim} dimensions; take one with mesh['name']")
-        ranks, rank, parent = tuple(group.mesh.tolist()), group.get_local_rank(), group.get_group()
+        ranks, place = tuple(group.mesh.tolist()), group.get_coordinate()  # get_local_rank is the group's, not the mesh's
+        rank, parent = (-1, None) if place is None else (place[0], group.get_group())
     elif isinstance(group, ProcessGroup):
         ranks, rank, parent = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group
     else:
@@ -181,5 +182,5 @@ def _timeout(parent: ProcessGroup, device: torch.device) -> datetime.timedelta |
 def _nccl_options() -> object:
     """Transfers run beside a kernel that fills the GPU: they go first, and on few multiprocessors."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = 8
+    options.config.max_ctas = 16
     return options
