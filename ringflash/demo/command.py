@@ -115,5 +115,3 @@ def share_cores(local_size: int) -> None:
     """Leave each rank its part of the host's cores; mpiexec does not see to it."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
-
-

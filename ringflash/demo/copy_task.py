@@ -27,8 +27,9 @@ CUT_LIMIT = 2 * CHANCE  # over 1,024 targets guessing strays from CHANCE by 0.00
 LEARNT = 0.99  # training may end here
 
 BATCH = 16
-MAX_STEPS = 500
+MAX_STEPS = 400
 EVALUATE_EVERY = 25
+EVALUATED = 64  # sequences
 FINAL_SEQUENCES = 128  # of PAYLOAD targets each
 EVALUATION_SEED = 1 << 40  # apart from all training steps, so that what is measured was never trained on
 
@@ -82,7 +83,7 @@ def train_copy(*, ring: Ring, seed: int, cut: bool, show: Callable[[Run, str], N
     def learnt(run: Run) -> bool:
         nonlocal latest
         if len(run.losses) % EVALUATE_EVERY == 0:
-            latest = accuracy(model, batch, ring=ring, count=BATCH, seed=EVALUATION_SEED + len(run.losses))
+            latest = accuracy(model, batch, ring=ring, count=EVALUATED, seed=EVALUATION_SEED + len(run.losses))
         show(run, f"accuracy {latest:.0%}")
         return latest >= LEARNT
 

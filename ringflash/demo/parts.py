@@ -33,7 +33,7 @@ class Scale:
 SCALES = {
     "cpu": Scale(Config(), seqlen=1024, steps=80, lr=3e-3),
     "cuda": Scale(
-        Config(width=512, layers=6, nheads_q=8, nheads_k=2, headdim=64, hidden=1408), seqlen=32768, steps=200, lr=1e-3
+        Config(width=512, layers=6, nheads_q=8, nheads_k=2, headdim=64, hidden=1408), seqlen=32768, steps=100, lr=3e-4
     ),
 }
 
@@ -84,9 +84,7 @@ class TextPart:
     def run(self, job: Job) -> bool:
         """Whether the two runs differ by rounding only. Collective."""
         scale = SCALES[job.ring.device.type]
-        recipe = Recipe(
-            steps=self.steps or scale.steps, seqlen=self.seqlen or scale.seqlen, lr=scale.lr, layout=self.layout
-        )
+        recipe = Recipe(steps=self.steps or scale.steps, seqlen=self.seqlen or scale.seqlen, lr=scale.lr, layout=self.layout)
         job.display.say(
             f"[bold]Text[/]: one sequence of {recipe.seqlen:,} bytes per step over {count_ranks(job.ring.cp.size)}, "
             f"layout {recipe.layout}, {job.ring.device.type}, {str(job.ring.dtype).removeprefix('torch.')}"
@@ -140,9 +138,7 @@ class CopyPart:
             accuracy = copy_task.train_copy(ring=job.ring, seed=self.seed, cut=self.cut, show=show)
         passed = accuracy <= copy_task.CUT_LIMIT if self.cut else accuracy >= copy_task.MUST_PASS
         rule = f"at most {copy_task.CUT_LIMIT:.1%}" if self.cut else f"at least {copy_task.MUST_PASS:.0%}"
-        job.display.verdict(
-            passed, f"accuracy on fresh sequences: {accuracy:.1%} ({rule}; chance is {copy_task.CHANCE:.1%})"
-        )
+        job.display.verdict(passed, f"accuracy on fresh sequences: {accuracy:.1%} ({rule}; chance is {copy_task.CHANCE:.1%})")
         return job.first_says(passed)
 
 

@@ -79,7 +79,7 @@ def train(model: Decoder, sequences: Sequences, recipe: Recipe, *, ring: Ring, o
     # Cheap, and may differ from step to step: other lengths, documents, layouts. Here all steps are alike.
     batch = ring.cp.batch(recipe.seqlen, mask=recipe.mask, layout=recipe.layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, recipe.steps))
     keep = {round(i * (recipe.steps - 1) / (GRADIENTS_KEPT - 1)) for i in range(GRADIENTS_KEPT)}
     run = Run(ranks=ring.cp.size)
     clock = Clock(ring.device)
@@ -98,6 +98,11 @@ def train(model: Decoder, sequences: Sequences, recipe: Recipe, *, ring: Ring, o
             break
     run.memory = clock.peak_memory()
     return run
+
+
+def lr_factor(step: int, steps: int) -> float:
+    """Share of the full learning rate: up over WARMUP steps, and down to 0 over the second half."""
+    return min(1.0, (step + 1) / WARMUP, 2 * (1 - step / steps))
 
 
 def backward(model: Decoder, batch: rf.Batch, tokens: Tensor, labels: Tensor, *, dtype: torch.dtype) -> Tensor:
