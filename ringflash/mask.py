@@ -100,7 +100,8 @@ class Mask:
 
     def _pieces(self, bounds: Array) -> Pieces:
         first, last = bounds[:-1, None], bounds[1:, None]
-        left, right = self.window or (None, None)
+        longest = int(bounds[-1])  # more than this is no bound, and might not fit int64
+        left, right, n_prefix = (None if x is None else min(x, longest) for x in (*(self.window or (None, None)), self.prefix))
         right = 0 if self.causal else right
         # where an interval's end changes its form: behind the left window, before the document's end, at the prefix's end
         edges = [first, last]
@@ -108,8 +109,8 @@ class Mask:
             edges.append(np.clip(first + left, first, last))
         if right is not None:
             edges.append(np.clip(last - right, first, last))
-        if right is not None and self.prefix:
-            edges.append(np.clip(np.full_like(first, self.prefix - right - 1), first, last))
+        if right is not None and n_prefix:
+            edges.append(np.clip(np.full_like(first, n_prefix - right - 1), first, last))
         cuts = np.sort(np.concatenate(edges, axis=1), axis=1)
         begins, ends = cuts[:, :-1], cuts[:, 1:]
         filled = begins < ends
@@ -120,8 +121,8 @@ class Mask:
         reach = at + (right or 0) + 1
         moves = np.zeros_like(slides) if right is None else reach <= last
         end = np.where(moves, (right or 0) + 1, last)
-        if self.prefix and right is not None:
-            prefix = np.minimum(self.prefix, last)
+        if n_prefix and right is not None:
+            prefix = np.minimum(n_prefix, last)
             end, moves = np.where(reach < prefix, prefix, end), moves & (reach >= prefix)
         return Pieces(at, ends[filled], begin, slides.astype(np.int64), end, moves.astype(np.int64))
 

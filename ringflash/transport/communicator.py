@@ -137,13 +137,14 @@ def _make(group: object) -> Communicator:
         if group.ndim != 1:
             raise ValueError(f"group must be a 1-D DeviceMesh: it has {group.ndim} dimensions; take one with mesh['name']")
         ranks, place = tuple(group.mesh.tolist()), group.get_coordinate()  # get_local_rank is the group's, not the mesh's
-        rank, parent = (-1, None) if place is None else (place[0], group.get_group())
+        rank = -1 if place is None else place[0]
     elif isinstance(group, ProcessGroup):
-        ranks, rank, parent = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group
+        ranks, rank = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
     else:
         raise TypeError(f"group must be None, a ProcessGroup or a 1-D DeviceMesh: group={group!r} (is this rank a member?)")
     if rank < 0:
         raise ValueError(f"group must have this process as a member: its ranks are {ranks}")
+    parent = group.get_group() if isinstance(group, DeviceMesh) else group
     groups = {} if len(ranks) == 1 else _own_groups(parent, ranks)
     return Communicator(rank, len(ranks), ranks, groups)
 
