@@ -1,0 +1,133 @@
+"""Communicator: places in sequence order, small collectives, what is kept per group, and the word that a rank leaves."""
+
+import datetime
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pools
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringflash.transport.communicator import Communicator, communicator
+
+SIZE = 3
+
+
+def new_group(**kwargs: Any) -> dist.ProcessGroup:
+    group = dist.new_group(**kwargs)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def places(order: list[int] | None) -> tuple[int, int, tuple[int, ...], bool]:
+    """(rank, size, ranks, whether the same object comes back)."""
+    group = None if order is None else DeviceMesh("cpu", order)
+    comm = communicator(group)
+    return comm.rank, comm.size, comm.ranks, comm is communicator(group)
+
+
+@pytest.mark.parametrize("order", [None, [0, 1, 2], [2, 0, 1]])
+def test_rank_is_the_place_in_sequence_order(pools: Pools, order: list[int] | None) -> None:
+    wanted = order or list(range(SIZE))
+    assert pools.run(SIZE, places, order) == [(wanted.index(r), SIZE, tuple(wanted), True) for r in range(SIZE)]
+
+
+def test_alone_without_a_process_group() -> None:
+    comm = communicator()
+    assert (comm.rank, comm.size, comm.ranks, comm.groups) == (0, 1, (0,), {})
+    x = torch.arange(3)
+    assert comm.all_reduce(x) is x
+    assert comm.gather(x, 0, [3]) == [x]
+    assert comm.gather_bytes(b"abc") == [b"abc"]
+
+
+def messages(order: list[int] | None) -> list[Any]:
+    comm = communicator(None if order is None else DeviceMesh("cpu", order))
+    text = comm.gather_bytes(f"place {comm.rank}".encode() * comm.rank)  # the first sends nothing
+    cut = comm.gather_bytes(b"x" * 50, limit=10)
+    lengths = [2, 0, 3]
+    x = torch.full((2, lengths[comm.rank], 2), comm.rank, dtype=torch.int16)
+    gathered = comm.gather(x.transpose(1, 2), 2, lengths)
+    total = comm.all_reduce(torch.tensor([comm.rank, 1.0]))
+    return [text, cut, [y.tolist() for y in gathered], total.tolist()]
+
+
+@pytest.mark.parametrize("order", [None, [2, 0, 1]])
+def test_small_collectives_answer_in_sequence_order(pools: Pools, order: list[int] | None) -> None:
+    for text, cut, gathered, total in pools.run(SIZE, messages, order):
+        assert text == [b"", b"place 1", b"place 2place 2"]
+        assert cut == [b"x" * 10] * SIZE
+        assert gathered == [torch.full((2, 2, n), rank).tolist() for rank, n in enumerate([2, 0, 3])]
+        assert total == [3.0, 3.0]
+
+
+def test_all_reduce_leaves_its_input(pools: Pools) -> None:
+    assert pools.run(2, reduce_twice) == [(1.0, 2.0)] * 2
+
+
+def reduce_twice() -> tuple[float, float]:
+    x = torch.ones(())
+    total = communicator().all_reduce(x)
+    return float(x), float(total)
+
+
+def own_group() -> dict[str, Any]:
+    """The ring talks over groups of its own, with the caller's timeout."""
+    group = new_group(timeout=datetime.timedelta(seconds=17))
+    comm = communicator(group)
+    mine = comm.groups["cpu"]
+    with pytest.raises(ValueError, match="group must move cuda tensors: its backend serves cpu only") as error:
+        comm.group_for("cuda")
+    return {
+        "own": mine is not group and mine is not dist.group.WORLD,
+        "timeout": mine._get_backend(torch.device("cpu")).options._timeout.total_seconds(),  # pyright: ignore
+        "device": str(comm.device()),
+        "hint": "init_process_group" in str(error.value),
+    }
+
+
+def test_groups_of_its_own(pools: Pools) -> None:
+    assert pools.run(2, own_group) == [{"own": True, "timeout": 17.0, "device": "cpu", "hint": True}] * 2
+
+
+def words() -> tuple[str | None, str | None]:
+    group = new_group()
+    comm = communicator(group)
+    before = comm.word_left()
+    dist.barrier(group)
+    if comm.rank == 1:
+        comm.calls = 30
+        comm.leave_word(ValueError("x must be y: " + "long" * 1000))
+    dist.barrier(group)
+    return before, comm.word_left()
+
+
+def test_a_word_left_is_found_by_all(pools: Pools) -> None:
+    for before, word in pools.run(SIZE, words):
+        assert before is None
+        assert word is not None
+        assert word.startswith("rank 1 raised in its call 30: x must be y: ")
+        assert len(word) <= 1000
+
+
+def two_groups() -> bool:
+    """What is kept belongs to one group: counts of calls do not mix."""
+    a, b = communicator(new_group()), communicator(new_group())
+    a.calls += 5
+    return a is not b and b.calls == 0 and communicator().calls != 5
+
+
+def test_groups_do_not_share(pools: Pools) -> None:
+    assert all(pools.run(2, two_groups))
+
+
+@pytest.mark.parametrize("group", ["world", 3, object()])
+def test_wrong_kinds(group: object) -> None:
+    with pytest.raises(TypeError, match="group must be None, a ProcessGroup or a 1-D DeviceMesh: group="):
+        communicator(group)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_communicator_knows_its_defaults() -> None:
+    comm = Communicator(0, 1, (0,))
+    assert (comm.calls, comm.check, comm.word_left()) == (0, "first", None)

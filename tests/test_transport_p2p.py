@@ -1,0 +1,64 @@
+"""P2P: what is sent arrives, in order, whatever the sizes and directions; nothing is posted for empty tensors."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pools
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringflash.transport.communicator import communicator
+from ringflash.transport.p2p import P2P
+
+
+def around(order: list[int] | None, dtype: torch.dtype) -> list[bool]:
+    """Two tensors to the next place and three to the one before, in one exchange: pairs meet in the order they were given."""
+    comm = communicator(None if order is None else DeviceMesh("cpu", order))
+    rank, after, before = comm.rank, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sends = [(torch.full((3, i + 1), 10 * rank + i).to(dtype), after) for i in range(2)]
+    sends += [(torch.full((2,), 10 * rank + i).to(dtype), before) for i in range(2, 5)]
+    recvs = [(torch.zeros(3, i + 1).to(dtype), before) for i in range(2)] + [
+        (torch.zeros(2).to(dtype), after) for _ in range(3)
+    ]
+    P2P(comm).exchange(sends, recvs).wait()
+    sources = [10 * before, 10 * before + 1, *(10 * after + i for i in (2, 3, 4))]
+    return [bool((x.float() == value).all()) for (x, _), value in zip(recvs, sources, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", [None, [2, 0, 1]])
+def test_pairs_meet_in_order(pools: Pools, order: list[int] | None, dtype: torch.dtype) -> None:
+    assert pools.run(3, around, order, dtype) == [[True] * 5] * 3
+
+
+def one_way(n: int) -> int:
+    """Rank 0 to rank 1 only: (operations posted). Both directions are a case of their own in the ring's tests."""
+    comm = communicator()
+    x = torch.arange(float(n)) if comm.rank == 0 else torch.full((n,), -1.0)
+    with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as batch:
+        P2P(comm).exchange(*(([(x, 1)], []) if comm.rank == 0 else ([], [(x, 0)]))).wait()
+    assert torch.equal(x, torch.arange(float(n)))
+    return sum(len(call.args[0]) for call in batch.call_args_list)
+
+
+@pytest.mark.parametrize(("n", "posted"), [(0, 0), (1, 1), (1 << 20, 1)])
+def test_one_way(pools: Pools, n: int, posted: int) -> None:
+    assert pools.run(2, one_way, n) == [posted] * 2
+
+
+def several_in_flight() -> bool:
+    """Exchanges started before the one ahead has ended, waited for in order."""
+    comm = communicator()
+    other, pending = 1 - comm.rank, []
+    recvs = [torch.zeros(4) for _ in range(5)]
+    for i, recv in enumerate(recvs):
+        pending.append(P2P(comm).exchange([(torch.full((4,), float(i + 10 * comm.rank)), other)], [(recv, other)]))
+    for each in pending:
+        each.wait()
+        each.wait()  # once more does no harm
+    return all(bool((x == i + 10 * other).all()) for i, x in enumerate(recvs))
+
+
+def test_several_in_flight(pools: Pools) -> None:
+    assert all(pools.run(2, several_in_flight))
