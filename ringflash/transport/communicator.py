@@ -163,6 +163,7 @@ def _own_groups(parent: ProcessGroup, ranks: Sequence[int]) -> dict[str, Process
 
 
 def _open(parent: ProcessGroup, ranks: Sequence[int], backend: str, device: torch.device) -> ProcessGroup:
+    _know_as_many_groups(parent, device)
     group: ProcessGroup = dist.new_group(  # pyright: ignore[reportAssignmentType]
         sorted(ranks),
         timeout=_timeout(parent, device),
@@ -173,6 +174,19 @@ def _open(parent: ProcessGroup, ranks: Sequence[int], backend: str, device: torc
     # The first point-to-point batch on a fresh NCCL group would have to include all its ranks; after this it need not.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     return group
+
+
+def _know_as_many_groups(parent: ProcessGroup, device: torch.device) -> None:
+    """Make every rank of the parent know the same number of groups.
+
+    new_group with local synchronisation names a group after its ranks and that number, and ranks that name it differently wait
+    for each other in vain. A rank outside of some earlier sub-group knows fewer: it makes groups of itself.
+    """
+    known = dist.distributed_c10d._world.pg_names
+    most = torch.tensor([len(known)], device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=parent)
+    for _ in range(int(most) - len(known)):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def _timeout(parent: ProcessGroup, device: torch.device) -> datetime.timedelta | None:
