@@ -154,6 +154,21 @@ def test_f3_two_rings_side_by_side(pools: Pools) -> None:
     assert all(pools.run(4, two_rings))
 
 
+def after_groups_of_some() -> bool:
+    """Ranks that know different numbers of groups still meet: sub-groups of some ranks, then a ring on all of them."""
+    for ranks in ([0], [0, 1], [0], [2, 3]):
+        dist.new_group(ranks)
+    found = [attend_in(dist.new_group(), dist.get_rank(), 4, Case(CAUSAL, 9))]
+    pair = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        found.append(attend_in(pair, dist.get_rank() // 2, 2, Case(CAUSAL, 9)))
+    return all([*found, attend_in(dist.new_group(), dist.get_rank(), 4, Case(CAUSAL, 9))])
+
+
+def test_f3_ranks_that_know_different_groups(pools: Pools) -> None:
+    assert all(pools.run(4, after_groups_of_some))
+
+
 def mesh_order(order: list[int]) -> tuple[bool, int]:
     """Sequence order is the mesh's, whatever the ranks' numbers; unshard and the loss go by it too."""
     mesh = DeviceMesh("cpu", order, mesh_dim_names=("cp",))
