@@ -31,7 +31,7 @@ class Scale:
 
 
 SCALES = {
-    "cpu": Scale(Config(), seqlen=1024, steps=80, lr=3e-3),
+    "cpu": Scale(Config(), seqlen=1024, steps=80, lr=1e-3),
     "cuda": Scale(
         Config(width=512, layers=6, nheads_q=8, nheads_k=2, headdim=64, hidden=1408), seqlen=32768, steps=100, lr=3e-4
     ),
