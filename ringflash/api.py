@@ -1,7 +1,5 @@
 """The one call: exact attention of this rank's queries over the keys of all ranks of a group."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -54,7 +52,12 @@ def attend_over(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """ring_attention on a communicator; given is (layout, kv_layout, mask, scale, options), not yet checked."""
     options = given[-1]
-    (q, k, v), call = _checked(comm, lambda: _prepare(q, k, v, comm, given), options)
+    (q, k, v), call = checks.together(
+        comm,
+        lambda: _prepare(q, k, v, comm, given),
+        facts=lambda prepared: checks.facts(*prepared[0], prepared[1]),
+        check=options.check if isinstance(options, Options) else None,
+    )
     tile = pick(options.kernel, q.device.type)
     plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=options.schedule)
     transport = P2P(comm) if comm.size > 1 else None
@@ -63,18 +66,6 @@ def attend_over(
 
 
 _Prepared = tuple[tuple[Tensor, Tensor, Tensor], checks.Call]
-
-
-def _checked(comm: Communicator, prepare: Callable[[], _Prepared], options: object) -> _Prepared:
-    """Run the local checks, then compare the ranks: whatever is wrong on one is raised on all."""
-    check = options.check if isinstance(options, Options) else comm.check
-    try:
-        prepared = prepare()
-    except Exception as error:  # of any kind: the other ranks must not wait for this one
-        checks.agree(comm, error, check)
-        raise
-    checks.agree(comm, lambda: checks.facts(*prepared[0], prepared[1]), check)
-    return prepared
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, comm: Communicator, given: tuple) -> _Prepared:

@@ -14,7 +14,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: Ring, tile: Tile) -> tuple[Tensor, Tensor]:
         """Attend and keep what backward needs: inputs, out and lse."""
-        with torch.autocast(q.device.type, enabled=False):
+        with ring.running(), torch.autocast(q.device.type, enabled=False):
             out, lse = ring.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring, ctx.tile = ring, tile  # pyright: ignore[reportAttributeAccessIssue]
@@ -26,7 +26,7 @@ class Attention(torch.autograd.Function):
         """Gradients of q, k, v from those of out and lse."""
         # Even if neither reached this rank the other ranks need it: the exchange must not depend on one rank's data.
         q, k, v, out, lse = ctx.saved_tensors
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with ctx.ring.running(), torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             dout = torch.zeros_like(out) if dout is None else _last_dim_contiguous(dout)
             delta = ctx.tile.delta(dout, out, dlse)
             dq, (dk, dv) = ctx.ring.backward(dout, q, k, v, lse, delta)

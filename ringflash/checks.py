@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
 
+T = TypeVar("T")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEADDIM = 256
 MESSAGE_BYTES = 4096  # of what one rank tells the others
@@ -140,6 +141,7 @@ def facts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, object]:
     """What must be the same on every rank, as short printable values."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return {
+        "call": "attention",
         "batch": q.shape[0],
         "nheads_q": q.shape[2],
         "nheads_k": k.shape[2],
@@ -164,6 +166,21 @@ def mask_words(mask: Mask) -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
+
+
+def together(comm: _Gathers, prepare: Callable[[], T], *, facts: Callable[[T], dict[str, object]], check: str | None) -> T:
+    """Run this rank's own checks (`prepare`), then compare the ranks: whatever is wrong on one is raised on all.
+
+    check: the mode of `Options`; None (options so wrong that they have none) is that of the last call.
+    """
+    mode = comm.check if check is None else check
+    try:
+        prepared = prepare()
+    except Exception as error:  # of any kind: the other ranks must not wait for this one
+        agree(comm, error, mode)
+        raise
+    agree(comm, lambda: facts(prepared), mode)
+    return prepared
 
 
 def agree(comm: _Gathers, mine: Callable[[], dict[str, object]] | Exception, check: str) -> None:
@@ -207,6 +224,8 @@ def _compare(answers: list[dict[str, object]]) -> None:
 
 def _differs(name: str, answers: list[dict[str, object]], other: int) -> str:
     found = f"rank 0 has {answers[0][name]}, rank {other} has {answers[other][name]}"
+    if name == "call":
+        return f"every rank of the ring must make the same calls in the same order: {found}"
     if name == "gradients needed":
         return (
             f"gradients must be needed on every rank of the ring or on none: {found}; a rank without tokens or labels "

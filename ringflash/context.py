@@ -1,6 +1,7 @@
 """Objects for training scripts: one long-lived ContextParallel per ring, one cheap Batch per step."""
 
 import hashlib
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringflash import checks
 from ringflash.api import ring_attention
 from ringflash.layout import Layout, named
 from ringflash.mask import Mask
@@ -89,11 +91,7 @@ class Batch:
 
         Differentiable: the gradient is that of the sum over ranks of the local losses. A collective.
         """
-        if y.shape[dim] != self.layout.lengths[self.cp.rank]:
-            raise ValueError(
-                f"y must hold this rank's tokens along dim={dim}: rank {self.cp.rank} of {self.layout!r} has "
-                f"{self.layout.lengths[self.cp.rank]}, y.shape={tuple(y.shape)}"
-            )
+        self._together("unshard", lambda: self._check_part(y, dim), {"dim": dim, "layout": repr(self.layout)})
         return _Unshard.apply(y, self._comm, self.layout, dim)  # pyright: ignore[reportReturnType]
 
     def positions(self, restart: bool = False) -> Tensor:
@@ -163,13 +161,8 @@ class Batch:
         gradients are reduced over where it is larger than the ring (data x context parallel): tokens are then counted
         over all of it. A rank without a valid token still gets a loss of 0 that reaches every parameter. Collective.
         """
-        if grad_reduce not in ("mean", "sum"):
-            raise ValueError(f"grad_reduce must be 'mean' or 'sum': grad_reduce={grad_reduce!r}")
-        if per_token_loss.shape != targets.shape:
-            raise ValueError(
-                "per_token_loss and targets must have one shape (use reduction='none'): "
-                f"{tuple(per_token_loss.shape)} and {tuple(targets.shape)}"
-            )
+        facts = {"grad_reduce": grad_reduce, "ignore_index": ignore_index, "reducer given": reducer is not None}
+        self._together("mean_loss", lambda: _check_loss(per_token_loss, targets, grad_reduce), facts)
         valid = targets != ignore_index
         local = torch.where(valid, per_token_loss, 0.0).sum(dtype=torch.float32)
         totals = self._total(torch.stack([local.detach().double(), valid.sum().double()]), reducer)
@@ -177,6 +170,25 @@ class Batch:
         ranks = self.cp.size if reducer is None else dist.get_world_size(reducer)
         factor = ranks if grad_reduce == "mean" else 1
         return local * (factor / count).float(), (totals[0] / count).float()
+
+    def _together(self, call: str, check: Callable[[], dict[str, object]], facts: dict[str, object]) -> None:
+        """A collective's own checks: what is wrong on one rank is raised on all. check returns what else must agree."""
+        mode = self.cp.options.check
+        checks.together(self._comm, check, facts=lambda more: {"call": call} | facts | more, check=mode)
+
+    def _check_part(self, y: Tensor, dim: int) -> dict[str, object]:
+        if not isinstance(y, Tensor) or not -y.dim() <= dim < y.dim():
+            raise ValueError(f"y must be a tensor with dimension dim={dim}: y is {getattr(y, 'shape', y)!r:.80}")
+        length = self.layout.lengths[self.cp.rank]
+        if y.shape[dim] != length:
+            raise ValueError(
+                f"y must hold this rank's tokens along dim={dim}: rank {self.cp.rank} of {self.layout!r} has {length}, "
+                f"y.shape={tuple(y.shape)}"
+            )
+        if self.cp.size > 1:
+            self._comm.group_for(y.device.type)
+        others = [n for i, n in enumerate(y.shape) if i != dim % y.dim()]
+        return {"dtype": str(y.dtype), "device": y.device.type, "other dimensions": others}
 
     def _total(self, x: Tensor, reducer: ProcessGroup | None) -> Tensor:
         if reducer is None:
@@ -193,6 +205,17 @@ class Batch:
         others = [rank for rank, answer in enumerate(answers) if answer != answers[0]]
         if others:
             raise ValueError(f"{name} must be the same on every rank of the ring: ranks {others} differ from rank 0")
+
+
+def _check_loss(per_token_loss: Tensor, targets: Tensor, grad_reduce: str) -> dict[str, object]:
+    if grad_reduce not in ("mean", "sum"):
+        raise ValueError(f"grad_reduce must be 'mean' or 'sum': grad_reduce={grad_reduce!r}")
+    if per_token_loss.shape != targets.shape:
+        raise ValueError(
+            "per_token_loss and targets must have one shape (use reduction='none'): "
+            f"{tuple(per_token_loss.shape)} and {tuple(targets.shape)}"
+        )
+    return {"device": per_token_loss.device.type}
 
 
 class _Unshard(torch.autograd.Function):

@@ -3,7 +3,8 @@
 Nothing here knows how a plan was made, what a tile runs on or what a transport moves bytes with.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,10 @@ class Transport(Protocol):
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], /) -> _Pending:
         """Start all transfers, (contiguous tensor, other rank) each, in one batch."""
+        ...
+
+    def abandon(self, error: BaseException, /) -> None:
+        """Leave word for the other ranks that this one will not join their exchange."""
         ...
 
 
@@ -100,6 +105,16 @@ class Ring:
             for block, grads in arriving_grads:
                 partial[block] = _add(partial.get(block), grads)
         return dq, partial[self.rank]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """An error inside is left as word for the ranks that wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            if self.transport is not None:
+                self.transport.abandon(error)
+            raise
 
     def _own(self, k: Tensor, v: Tensor) -> dict[int, Pair]:
         """The blocks this rank holds: its own, contiguous if it is to be sent."""

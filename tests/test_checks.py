@@ -236,9 +236,30 @@ def test_f17_a_rank_that_raises_unchecked_is_named_within_the_timeout(pools: Poo
     assert told[1][0] == ("ValueError", "scale must be a finite number: scale='big'")
     for rank, (found, seconds) in enumerate(told):
         if rank != 1:
-            assert found[0] == "RuntimeError", found
+            assert found[0] == "ExchangeError", found
             assert "rank 1 raised in its call 17: scale must be a finite number: scale='big'" in found[1]
             assert seconds < 3.0 * size
+
+
+def backward_fails(seconds: float) -> tuple[Any, float]:
+    """Rank 1's own kernel fails in backward, where no check can see it coming."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
+    call = good()
+    q = call["q"].clone().requires_grad_()
+    out = rf.ring_attention(**{**call, "q": q, "group": group})
+    if dist.get_rank() == 1:
+        out.grad_fn.ring.tile = None  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    begun = datetime.datetime.now()
+    found = raised(lambda: out.sum().backward())
+    return found, (datetime.datetime.now() - begun).total_seconds()
+
+
+def test_a_rank_whose_backward_fails_is_named(pools: Pools) -> None:
+    (left, seconds), (failed, _) = pools.run(2, backward_fails, 3.0)
+    assert failed[0] == "AttributeError"
+    assert left[0] == "ExchangeError", left
+    assert "rank 1 raised in its call 1: 'NoneType'" in left[1]
+    assert seconds < 6.0
 
 
 def caught_then_lost(seconds: float) -> tuple[Any, Any]:

@@ -1,5 +1,6 @@
 """ContextParallel and Batch: shards and back, positions, labels, the loss that is scaled right, other masks, wrong samples."""
 
+from collections.abc import Callable
 from typing import Any
 
 import oracle
@@ -288,3 +289,44 @@ def same_samples() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_check_same_takes_any_tensor(pools: Pools, size: int) -> None:
     pools.run(size, same_samples)
+
+
+# Collectives besides attention
+
+
+def one_rank_wrong(call: str) -> str:
+    """What each rank is told when rank 1 alone makes the mistake."""
+    batch = a_batch()
+    tokens = batch.layout.lengths[batch.cp.rank]
+    wrong = batch.cp.rank == 1
+    y, loss, targets = torch.ones(2, tokens, 3), torch.ones(2, tokens), torch.zeros(2, tokens, dtype=torch.int64)
+    calls: dict[str, Callable[[], object]] = {
+        "unshard length": lambda: batch.unshard(y[:, 1:] if wrong else y),
+        "unshard dim": lambda: batch.unshard(y, dim=7 if wrong else 1),
+        "unshard dtype": lambda: batch.unshard(y.half() if wrong else y),
+        "unshard other dimensions": lambda: batch.unshard(y[..., :2] if wrong else y),
+        "loss shape": lambda: batch.mean_loss(loss[:1] if wrong else loss, targets),
+        "loss grad_reduce": lambda: batch.mean_loss(loss, targets, grad_reduce="sum" if wrong else "mean"),
+        "other call": lambda: batch.unshard(y) if wrong else batch.mean_loss(loss, targets),
+    }
+    with pytest.raises((ValueError, RuntimeError)) as told:
+        calls[call]()
+    batch.unshard(y)  # and the ring goes on
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("unshard length", "y must hold this rank's tokens"),
+        ("unshard dim", "dimension dim=7"),
+        ("unshard dtype", "dtype must be the same on every rank"),
+        ("unshard other dimensions", "other dimensions must be the same on every rank"),
+        ("loss shape", "per_token_loss and targets must have one shape"),
+        ("loss grad_reduce", "grad_reduce must be the same on every rank"),
+        ("other call", "every rank of the ring must make the same calls in the same order"),
+    ],
+)
+def test_a_mistake_of_one_rank_is_told_to_all(pools: Pools, call: str, words: str) -> None:
+    for told in pools.run(2, one_rank_wrong, call):
+        assert words in told

@@ -9,6 +9,10 @@ from torch import Tensor
 from ringflash.transport.communicator import Communicator
 
 
+class ExchangeError(RuntimeError):
+    """Transfers that failed because another rank left them."""
+
+
 class Pending:
     """Transfers of one exchange; holds their tensors until `wait`.
 
@@ -25,7 +29,7 @@ class Pending:
 
     def wait(self) -> None:
         """Received data may be used and sent data overwritten: on a GPU by work that is launched after this (the host
-        does not wait), on the CPU at once. Raises RuntimeError where the exchange failed, naming a rank that left it."""
+        does not wait), on the CPU at once. Raises ExchangeError where a rank left the exchange, with its word."""
         try:
             for work in self._works or self._launch():
                 work.wait()
@@ -33,7 +37,7 @@ class Pending:
             word = self._comm.word_left()
             if word is None:
                 raise
-            raise RuntimeError(f"the ring's exchange failed because {word}") from error
+            raise ExchangeError(f"the ring's exchange failed because {word}") from error
         self._ops, self._works = [], []
 
     def _launch(self) -> list[dist.Work]:
@@ -60,6 +64,11 @@ class P2P:
         ops = [self._op(dist.isend, tensor, rank) for tensor, rank in sends if tensor.numel()]
         ops += [self._op(dist.irecv, tensor, rank) for tensor, rank in recvs if tensor.numel()]
         return Pending(ops, self._comm)
+
+    def abandon(self, error: BaseException) -> None:
+        """This rank will not join the exchanges that the others wait for: leave them the reason."""
+        if not isinstance(error, ExchangeError):
+            self._comm.leave_word(error)
 
     def _op(self, kind: object, tensor: Tensor, rank: int) -> dist.P2POp:
         group = self._comm.group_for(tensor.device.type)
