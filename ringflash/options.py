@@ -15,8 +15,8 @@ class Options:
     """How a ring runs. Every rank must pass the same.
 
     transport: what moves blocks ("auto", "p2p"). schedule: the plan's generator ("auto", "rotate", "direct").
-    check: when ranks compare what they were called with: "first" (the first 16 calls of a group), "always", "never" (but for the very first,
-    so that ranks that chose differently find out).
+    check: when ranks compare what they were called with: "first" (the first 16 calls of a group), "always", "never" (save for
+    the very first call, so that ranks that chose differently find out).
     deterministic: the same inputs give the same bits; every path honours it. kernel: "auto", "reference", "triton".
     Raises ValueError for any other value.
     """
