@@ -1,13 +1,12 @@
 """The one call: exact attention of this rank's queries over the keys of all ranks of a group."""
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash import checks
 from ringflash.autograd import attend
-from ringflash.layout import Layout, named
+from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
 from ringflash.plan import make_plan
@@ -44,52 +43,34 @@ def ring_attention(
 
     Raises ValueError, TypeError or NotImplementedError for wrong input, on every rank, before anything moves.
     """
-    return attend_over(communicator(group), q, k, v, given=(layout, kv_layout, mask, scale, options), return_lse=return_lse)
+    given = checks.Given(layout, kv_layout, mask, scale, options)
+    return attend_over(communicator(group), (q, k, v), given, return_lse=return_lse)
 
 
 def attend_over(
-    comm: Communicator, q: Tensor, k: Tensor, v: Tensor, *, given: tuple, return_lse: bool = False
+    comm: Communicator, qkv: tuple[Tensor, Tensor, Tensor], given: checks.Given, *, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """ring_attention on a communicator; given is (layout, kv_layout, mask, scale, options), not yet checked."""
-    options = given[-1]
-    (q, k, v), call = checks.together(
+    """ring_attention on a communicator."""
+    (q, k, v), ring, _ = checks.together(
         comm,
-        lambda: _prepare(q, k, v, comm, given),
-        facts=lambda prepared: checks.facts(*prepared[0], prepared[1]),
-        check=options.check if isinstance(options, Options) else None,
+        lambda: _prepare(comm, qkv, given),
+        facts=lambda prepared: checks.facts(*prepared[0], prepared[2]),
+        check=given.check,
     )
-    tile = pick(options.kernel, q.device.type)
-    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=options.schedule)
-    transport = P2P(comm) if comm.size > 1 else None
-    out, lse = attend(q, k, v, ring=Ring(plan, comm.rank, tile, transport, call.scale), tile=tile)
+    out, lse = attend(q, k, v, ring=ring)
     return (out, lse) if return_lse else out
 
 
-_Prepared = tuple[tuple[Tensor, Tensor, Tensor], checks.Call]
-
-
-def _prepare(q: Tensor, k: Tensor, v: Tensor, comm: Communicator, given: tuple) -> _Prepared:
-    layout, kv_layout, mask, scale, options = given
-    checks.kinds(layout, kv_layout, mask, options=options)
-    q, k, v = (_autocast(x) for x in (q, k, v))
-    checks.tensors(q, k, v)
-    layout = _resolve(layout, q, comm.size)
-    kv_layout = layout if kv_layout is None else _resolve(kv_layout, k, comm.size)
-    call = checks.Call(layout, kv_layout, mask, checks.scale(scale, q.shape[3]), options)
-    checks.shards(q, k, call, rank=comm.rank, size=comm.size)
+def _prepare(
+    comm: Communicator, qkv: tuple[Tensor, Tensor, Tensor], given: checks.Given
+) -> tuple[tuple[Tensor, Tensor, Tensor], Ring, checks.Call]:
+    """Everything that can go wrong on this rank alone, so that all ranks hear of it before anything moves."""
+    qkv, call = checks.prepare(*qkv, given, rank=comm.rank, size=comm.size)
+    device_type = qkv[0].device.type
+    transport = None
     if comm.size > 1:
-        comm.group_for(q.device.type)
-    pick(options.kernel, q.device.type)
-    return (q, k, v), call
-
-
-def _resolve(layout: Layout | str, x: Tensor, size: int) -> Layout:
-    return layout if isinstance(layout, Layout) else named(layout, x.shape[1] * size, size)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """x in autocast's dtype where autocast is on for its device."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64 or x.device.type == "meta":
-        return x
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+        comm.group_for(device_type)
+        transport = P2P(comm)
+    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=call.options.schedule)
+    tile = pick(call.options.kernel, device_type)
+    return qkv, Ring(plan, comm.rank, tile, transport, call.scale), call

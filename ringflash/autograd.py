@@ -5,19 +5,18 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from ringflash.ring import Ring
-from ringflash.tile import Tile
 
 
 class Attention(torch.autograd.Function):
-    """apply(q, k, v, ring, tile) -> (out, lse); every argument that is not a tensor is frozen for the call."""
+    """apply(q, k, v, ring) -> (out, lse); the ring is frozen and holds everything that is no tensor."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: Ring, tile: Tile) -> tuple[Tensor, Tensor]:
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
         """Attend and keep what backward needs: inputs, out and lse."""
         with ring.running(), torch.autocast(q.device.type, enabled=False):
             out, lse = ring.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.ring, ctx.tile = ring, tile  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.ring = ring  # pyright: ignore[reportAttributeAccessIssue]
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -28,12 +27,12 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         with ctx.ring.running(), torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             dout = torch.zeros_like(out) if dout is None else _last_dim_contiguous(dout)
-            delta = ctx.tile.delta(dout, out, dlse)
+            delta = ctx.ring.tile.delta(dout, out, dlse)
             dq, (dk, dv) = ctx.ring.backward(dout, q, k, v, lse, delta)
             grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
         if torch.is_grad_enabled():  # create_graph=True: fine unless these gradients are differentiated in turn
             grads = _Once.apply(*grads, q, k, v)
-        return *grads, None, None
+        return *grads, None
 
 
 class _Once(torch.autograd.Function):
@@ -55,7 +54,7 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring, tile: Tile) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries; differentiable in q, k, v and through both outputs."""
-    out, lse = Attention.apply(*(_last_dim_contiguous(x) for x in (q, k, v)), ring, tile)  # pyright: ignore[reportGeneralTypeIssues]
+    out, lse = Attention.apply(*(_last_dim_contiguous(x) for x in (q, k, v)), ring)  # pyright: ignore[reportGeneralTypeIssues]
     return out, lse

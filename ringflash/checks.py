@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ringflash.layout import Layout
+from ringflash.layout import Layout, named
 from ringflash.mask import Mask
 from ringflash.options import Options
 
@@ -41,14 +41,54 @@ class _Gathers(Protocol):
 
 
 @dataclass(frozen=True)
+class Given:
+    """The arguments of attention besides the tensors, as they were given and not yet checked."""
+
+    layout: object
+    kv_layout: object = None
+    mask: object = Mask()
+    scale: object = None
+    options: object = Options()
+
+    @property
+    def check(self) -> str | None:
+        """The mode of the collective checks, if there are options to say so."""
+        return self.options.check if isinstance(self.options, Options) else None
+
+
+@dataclass(frozen=True)
 class Call:
-    """One call as a rank made it: what the local checks look at and the ranks compare."""
+    """One checked call of a rank: what the ranks compare."""
 
     layout: Layout
     kv_layout: Layout
     mask: Mask
     scale: float
     options: Options
+
+
+Prepared = tuple[tuple[Tensor, Tensor, Tensor], Call]
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, given: Given, *, rank: int, size: int, meta: bool = False) -> Prepared:
+    """q, k, v (in autocast's dtype where it is on) and the call, or the error of whatever is wrong on this rank."""
+    layout, kv_layout, mask, options = kinds(given)
+    q, k, v = (autocast(x) for x in (q, k, v))
+    tensors(q, k, v, meta=meta)
+    layout = layout if isinstance(layout, Layout) else named(layout, q.shape[1] * size, size)
+    kv_layout = layout if kv_layout is None else kv_layout
+    kv_layout = kv_layout if isinstance(kv_layout, Layout) else named(kv_layout, k.shape[1] * size, size)
+    call = Call(layout, kv_layout, mask, scale(given.scale, q.shape[3]), options)
+    shards(q, k, call, rank=rank, size=size)
+    return (q, k, v), call
+
+
+def autocast(x: Tensor) -> Tensor:
+    """x in autocast's dtype where autocast is on for its device; float64 is left alone, as by torch's own attention."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64 or x.device.type == "meta":
+        return x
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor, *, meta: bool = False) -> None:
@@ -111,13 +151,7 @@ def shards(q: Tensor, k: Tensor, call: Call, *, rank: int, size: int) -> None:
         raise ValueError(f"documents must be one list, or one per batch row: {call.mask.batch} lists, batch={q.shape[0]}")
 
 
-def rank(value: int, size: int) -> None:
-    """A rank of a ring."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < size:
-        raise ValueError(f"rank must be in 0 ... size-1: rank={value!r}, size={size}")
-
-
-def scale(value: float | None, headdim: int) -> float:
+def scale(value: object, headdim: int) -> float:
     """The softmax scale: headdim ** -0.5 unless given."""
     if value is None:
         return headdim**-0.5
@@ -126,15 +160,102 @@ def scale(value: float | None, headdim: int) -> float:
     return float(value)
 
 
-def kinds(layout: object, kv_layout: object, mask: object, *, options: object) -> None:
+def kinds(given: Given) -> tuple[Layout | str, Layout | str | None, Mask, Options]:
     """Types of the arguments that are not tensors."""
-    for name, value, wanted in (("layout", layout, str | Layout), ("kv_layout", kv_layout, str | Layout | None)):
-        if not isinstance(value, wanted):
-            raise TypeError(f"{name} must be an rf.Layout or the name of one: {name}={value!r}")
+    layout, kv_layout = given.layout, given.kv_layout
+    if not isinstance(layout, str | Layout):
+        raise TypeError(f"layout must be an rf.Layout or the name of one: layout={layout!r}")
+    if not isinstance(kv_layout, str | Layout | None):
+        raise TypeError(f"kv_layout must be an rf.Layout or the name of one: kv_layout={kv_layout!r}")
+    return layout, kv_layout, a_mask(given.mask), an_options(given.options)
+
+
+def a_mask(mask: object) -> Mask:
+    """A mask, and nothing else."""
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be an rf.Mask: mask={mask!r}; for instance rf.Mask(causal=True)")
+    return mask
+
+
+def an_options(options: object) -> Options:
+    """Options, and nothing else."""
     if not isinstance(options, Options):
         raise TypeError(f"options must be an rf.Options: options={options!r}")
+    return options
+
+
+def layout_name(layout: object) -> str:
+    """The name of a layout, and no layout itself: one object serves batches of any length."""
+    if not isinstance(layout, str):
+        raise TypeError(f"layout must be the name of one: layout={layout!r}; batch(layout=...) takes an rf.Layout")
+    named(layout, 0, 1)
+    return layout
+
+
+def a_layout(layout: object, seqlen: int, size: int) -> Layout:
+    """A layout, or the one of that name, for seqlen tokens over size ranks."""
+    if not isinstance(layout, Layout | str):
+        raise TypeError(f"layout must be an rf.Layout or the name of one: layout={layout!r}")
+    chosen = named(layout, seqlen, size) if isinstance(layout, str) else layout
+    if (chosen.seqlen, chosen.size) != (seqlen, size):
+        raise ValueError(f"layout must be for seqlen={seqlen} and ring size {size}: layout={chosen!r}")
+    return chosen
+
+
+def whole(name: str, x: Tensor, dim: int, seqlen: int) -> None:
+    """A tensor that holds the whole sequence along dim."""
+    _dimension(name, x, dim)
+    if x.shape[dim] != seqlen:
+        raise ValueError(
+            f"{name} must hold the whole sequence along dim={dim}: seqlen={seqlen}, {name}.shape={tuple(x.shape)}; "
+            "pass the global tensor, the same on every rank"
+        )
+
+
+def part(name: str, x: Tensor, dim: int, layout: Layout, *, rank: int) -> dict[str, object]:
+    """A tensor that holds a rank's tokens along dim; returns what of it must agree between ranks."""
+    _dimension(name, x, dim)
+    length = layout.lengths[rank]
+    if x.shape[dim] != length:
+        raise ValueError(
+            f"{name} must hold this rank's tokens along dim={dim}: rank {rank} of {layout!r} has {length}, "
+            f"{name}.shape={tuple(x.shape)}"
+        )
+    others = [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    return {"dtype": str(x.dtype), "device": x.device.type, "other dimensions": others, "gradients needed": needs_grad}
+
+
+def _dimension(name: str, x: Tensor, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor: {name} is a {type(x).__name__}")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be a dimension of {name}: dim={dim}, {name}.shape={tuple(x.shape)}")
+
+
+def labels(x: Tensor, seqlen: int, mask: Mask) -> None:
+    """Global labels, one row per sequence."""
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != seqlen:
+        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"labels must be a global tensor (batch, seqlen={seqlen}): labels.shape={found}")
+    if mask.batch not in (None, len(x)):
+        raise ValueError(f"documents must be one list, or one per batch row: {mask.batch} lists, labels.shape={tuple(x.shape)}")
+
+
+def loss(per_token_loss: Tensor, targets: Tensor, grad_reduce: str, *, tokens: int) -> dict[str, object]:
+    """Per-token losses and targets of one rank, (batch, tokens) or flat; returns what must agree between ranks."""
+    for name, x in (("per_token_loss", per_token_loss), ("targets", targets)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor: {name} is a {type(x).__name__}")
+    if grad_reduce not in ("mean", "sum"):
+        raise ValueError(f"grad_reduce must be 'mean' or 'sum': grad_reduce={grad_reduce!r}")
+    shapes = f"per_token_loss.shape={tuple(per_token_loss.shape)}, targets.shape={tuple(targets.shape)}"
+    if per_token_loss.shape != targets.shape:
+        raise ValueError(f"per_token_loss and targets must have one shape (use reduction='none'): {shapes}")
+    flat = targets.dim() == 1 and (tokens == 0 or targets.numel() % tokens == 0)
+    if not flat and not (targets.dim() == 2 and targets.shape[1] == tokens):
+        raise ValueError(f"targets must be this rank's, (batch, {tokens}) or flat: {shapes}; shift_labels makes them")
+    return {"device": per_token_loss.device.type}
 
 
 def facts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, object]:
@@ -173,7 +294,7 @@ def together(comm: _Gathers, prepare: Callable[[], T], *, facts: Callable[[T], d
 
     check: the mode of `Options`; None (options so wrong that they have none) is that of the last call.
     """
-    mode = comm.check if check is None else check
+    mode = (comm.check if comm.calls else "first") if check is None else check
     try:
         prepared = prepare()
     except Exception as error:  # of any kind: the other ranks must not wait for this one
@@ -186,21 +307,37 @@ def together(comm: _Gathers, prepare: Callable[[], T], *, facts: Callable[[T], d
 def agree(comm: _Gathers, mine: Callable[[], dict[str, object]] | Exception, check: str) -> None:
     """Raise `mine` if it is an error; in a checked call raise on every rank if any rank has one or its facts differ.
 
-    Counts the call. "first" checks the first FIRST_CALLS calls of the group, "always" every one, "never" the very first
-    only: ranks that chose differently would otherwise wait for each other.
+    Counts the call. The mode is the group's, agreed in its first call, which is always compared: "first" checks the first
+    FIRST_CALLS calls of the group, "always" every one, "never" no other.
     """
     comm.calls += 1
-    comm.check = check
-    checked = check == "always" or comm.calls <= (FIRST_CALLS if check == "first" else 1)
+    if comm.calls == 1:
+        comm.check = check
+    elif check != comm.check and not isinstance(mine, Exception):
+        mine = ValueError(
+            f"check must stay what the group's first call said: check={check!r}, first call {comm.check!r}; "
+            "pass the same Options, or another group"
+        )
+    checked = comm.calls == 1 or comm.check == "always" or (comm.check == "first" and comm.calls <= FIRST_CALLS)
     if comm.size > 1 and checked:
-        sent: Mapping[str, object] = {"error": f"{type(mine).__name__}: {mine}"} if isinstance(mine, Exception) else mine()
-        answers = [json.loads(x) for x in comm.gather_bytes(_packed(sent), limit=MESSAGE_BYTES)]
-        if not isinstance(mine, Exception):
-            _compare(answers)
+        _exchange_facts(comm, mine)
     elif isinstance(mine, Exception):
         comm.leave_word(mine)  # the others are not told now: they find it when their exchange fails
     if isinstance(mine, Exception):
         raise mine
+
+
+def _exchange_facts(comm: _Gathers, mine: Callable[[], dict[str, object]] | Exception) -> None:
+    sent: Mapping[str, object]
+    sent = {"error": f"{type(mine).__name__}: {mine}"} if isinstance(mine, Exception) else mine() | {"check": comm.check}
+    answers = [json.loads(x) for x in comm.gather_bytes(_packed(sent), limit=MESSAGE_BYTES)]
+    try:
+        _compare(answers)
+    except (RuntimeError, ValueError):
+        if comm.calls == 1:
+            comm.calls = 0  # nothing has been agreed yet: the next call is the first again, on every rank
+        if not isinstance(mine, Exception):
+            raise
 
 
 def _packed(sent: Mapping[str, object]) -> bytes:

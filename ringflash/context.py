@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash import checks
-from ringflash.api import ring_attention
-from ringflash.layout import Layout, named
+from ringflash.api import attend_over
+from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
 from ringflash.transport.communicator import Communicator, communicator
@@ -31,13 +31,14 @@ class ContextParallel:
         layout: str = "zigzag",
         options: Options = Options(),
     ) -> None:
-        if not isinstance(layout, str):
-            raise TypeError(f"layout must be the name of one: layout={layout!r}; batch(layout=...) takes an rf.Layout")
-        named(layout, 0, 1)  # refuses an unknown name
-        if not isinstance(options, Options):
-            raise TypeError(f"options must be an rf.Options: options={options!r}")
         self.group, self.layout, self.options = group, layout, options
         self._comm = communicator(group)
+        checks.together(
+            self._comm,
+            lambda: (checks.layout_name(layout), checks.an_options(options)),
+            facts=lambda _: {"call": "ContextParallel", "layout": layout, "options": repr(options)},
+            check=checks.Given(layout, options=options).check,
+        )
 
     @property
     def rank(self) -> int:
@@ -59,16 +60,8 @@ class ContextParallel:
 
         Raises ValueError where documents do not end at seqlen or the layout is for another length or ring size.
         """
-        chosen = self.layout if layout is None else layout
-        if not isinstance(chosen, Layout | str):
-            raise TypeError(f"layout must be an rf.Layout or the name of one: layout={chosen!r}")
-        if isinstance(chosen, str):
-            chosen = named(chosen, seqlen, self.size)
-        if not isinstance(mask, Mask):
-            raise TypeError(f"mask must be an rf.Mask: mask={mask!r}; for instance rf.Mask(causal=True)")
-        if (chosen.seqlen, chosen.size) != (seqlen, self.size):
-            raise ValueError(f"layout must be for seqlen={seqlen} and ring size {self.size}: layout={chosen!r}")
-        mask.check_seqlen(seqlen)
+        chosen = checks.a_layout(self.layout if layout is None else layout, seqlen, self.size)
+        checks.a_mask(mask).check_seqlen(seqlen)
         return Batch(self, chosen, mask)
 
 
@@ -84,6 +77,7 @@ class Batch:
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a whole sequence: x has seqlen entries along dim, any dtype. Differentiable."""
+        checks.whole("x", x, dim, self.layout.seqlen)
         return self.layout.part(x, self.cp.rank, dim)
 
     def unshard(self, y: Tensor, dim: int = 1) -> Tensor:
@@ -91,11 +85,14 @@ class Batch:
 
         Differentiable: the gradient is that of the sum over ranks of the local losses. A collective.
         """
-        self._together("unshard", lambda: self._check_part(y, dim), {"dim": dim, "layout": repr(self.layout)})
+        facts = {"dim": dim, "layout": repr(self.layout)}
+        self._together("unshard", lambda: checks.part("y", y, dim, self.layout, rank=self.cp.rank), facts)
         return _Unshard.apply(y, self._comm, self.layout, dim)  # pyright: ignore[reportReturnType]
 
-    def positions(self, restart: bool = False) -> Tensor:
-        """Global positions of this rank's tokens, int64 (tokens,) on the ring's device: what rotary tables index.
+    def positions(self, restart: bool = False, device: torch.device | str | None = None) -> Tensor:
+        """Global positions of this rank's tokens, int64 (tokens,): what rotary tables index.
+
+        device: where they are wanted; None is the current GPU where the ring's group serves GPUs, else the CPU.
 
         restart: positions begin at 0 in each document; (batch, tokens) where batch rows have documents of their own.
         """
@@ -105,23 +102,19 @@ class Batch:
             starts = [row[torch.searchsorted(row, positions, right=True) - 1] for row in rows]
             positions = torch.stack([positions - start for start in starts])
             positions = positions if self.mask.batch is not None else positions[0]
-        return positions.to(self._comm.device())
+        return positions.to(self._device() if device is None else device)
+
+    def _device(self) -> torch.device:
+        on_gpu = "cuda" in self._comm.groups or (self.cp.size == 1 and torch.cuda.is_available())
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, scale: float | None = None) -> Tensor:
         """Attention of this rank's queries over the whole sequence (ring_attention has shapes and errors).
 
         mask: another mask for layers that differ; a mask without documents does not inherit the batch's.
         """
-        out = ring_attention(
-            q,
-            k,
-            v,
-            layout=self.layout,
-            mask=self.mask if mask is None else mask,
-            group=self.cp.group,
-            scale=scale,
-            options=self.cp.options,
-        )
+        given = checks.Given(self.layout, None, self.mask if mask is None else mask, scale, self.cp.options)
+        out = attend_over(self._comm, (q, k, v), given)
         assert isinstance(out, Tensor)
         return out
 
@@ -131,12 +124,7 @@ class Batch:
         Shifted before sharding, so a target is right also where the next token lies on another rank; the last token of
         each document has none and gets ignore_index.
         """
-        if labels.dim() != 2 or labels.shape[1] != self.layout.seqlen:
-            raise ValueError(f"labels must be global, (batch, seqlen={self.layout.seqlen}): labels.shape={tuple(labels.shape)}")
-        if self.mask.batch not in (None, len(labels)):
-            raise ValueError(
-                f"documents must be one list, or one per batch row: {self.mask.batch} lists, labels.shape={tuple(labels.shape)}"
-            )
+        checks.labels(labels, self.layout.seqlen, self.mask)
         targets = torch.roll(labels, -1, dims=1)
         for row, bounds in enumerate(self.mask.document_rows(self.layout.seqlen)):
             ends = torch.from_numpy(bounds[1:] - 1)
@@ -162,7 +150,8 @@ class Batch:
         over all of it. A rank without a valid token still gets a loss of 0 that reaches every parameter. Collective.
         """
         facts = {"grad_reduce": grad_reduce, "ignore_index": ignore_index, "reducer given": reducer is not None}
-        self._together("mean_loss", lambda: _check_loss(per_token_loss, targets, grad_reduce), facts)
+        tokens = self.layout.lengths[self.cp.rank]
+        self._together("mean_loss", lambda: checks.loss(per_token_loss, targets, grad_reduce, tokens=tokens), facts)
         valid = targets != ignore_index
         local = torch.where(valid, per_token_loss, 0.0).sum(dtype=torch.float32)
         totals = self._total(torch.stack([local.detach().double(), valid.sum().double()]), reducer)
@@ -174,21 +163,14 @@ class Batch:
     def _together(self, call: str, check: Callable[[], dict[str, object]], facts: dict[str, object]) -> None:
         """A collective's own checks: what is wrong on one rank is raised on all. check returns what else must agree."""
         mode = self.cp.options.check
-        checks.together(self._comm, check, facts=lambda more: {"call": call} | facts | more, check=mode)
 
-    def _check_part(self, y: Tensor, dim: int) -> dict[str, object]:
-        if not isinstance(y, Tensor) or not -y.dim() <= dim < y.dim():
-            raise ValueError(f"y must be a tensor with dimension dim={dim}: y is {getattr(y, 'shape', y)!r:.80}")
-        length = self.layout.lengths[self.cp.rank]
-        if y.shape[dim] != length:
-            raise ValueError(
-                f"y must hold this rank's tokens along dim={dim}: rank {self.cp.rank} of {self.layout!r} has {length}, "
-                f"y.shape={tuple(y.shape)}"
-            )
-        if self.cp.size > 1:
-            self._comm.group_for(y.device.type)
-        others = [n for i, n in enumerate(y.shape) if i != dim % y.dim()]
-        return {"dtype": str(y.dtype), "device": y.device.type, "other dimensions": others}
+        def run() -> dict[str, object]:
+            more = check()
+            if self.cp.size > 1:
+                self._comm.group_for(str(more["device"]))
+            return {"call": call} | facts | more
+
+        checks.together(self._comm, run, facts=lambda found: found, check=mode)
 
     def _total(self, x: Tensor, reducer: ProcessGroup | None) -> Tensor:
         if reducer is None:
@@ -199,23 +181,20 @@ class Batch:
     def check_same(self, x: Tensor, name: str = "x") -> None:
         """Raise ValueError on every rank unless x holds the same bits on all: different samples in one ring are silent
         nonsense otherwise. A collective with a host synchronisation, meant for the first steps."""
-        data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        mine = hashlib.blake2b(repr((x.dtype, tuple(x.shape))).encode() + data, digest_size=16).hexdigest().encode()
+        facts: dict[str, object] = {"call": "check_same", "what": name}
+        mine = checks.together(self._comm, lambda: _fingerprint(x, name), facts=lambda _: facts, check=self.cp.options.check)
         answers = self._comm.gather_bytes(mine)
         others = [rank for rank, answer in enumerate(answers) if answer != answers[0]]
         if others:
             raise ValueError(f"{name} must be the same on every rank of the ring: ranks {others} differ from rank 0")
 
 
-def _check_loss(per_token_loss: Tensor, targets: Tensor, grad_reduce: str) -> dict[str, object]:
-    if grad_reduce not in ("mean", "sum"):
-        raise ValueError(f"grad_reduce must be 'mean' or 'sum': grad_reduce={grad_reduce!r}")
-    if per_token_loss.shape != targets.shape:
-        raise ValueError(
-            "per_token_loss and targets must have one shape (use reduction='none'): "
-            f"{tuple(per_token_loss.shape)} and {tuple(targets.shape)}"
-        )
-    return {"device": per_token_loss.device.type}
+def _fingerprint(x: Tensor, name: str) -> bytes:
+    """Dtype, shape and bits of a tensor in 32 bytes."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor: {name} is a {type(x).__name__}")
+    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(repr((x.dtype, tuple(x.shape))).encode() + data, digest_size=16).hexdigest().encode()
 
 
 class _Unshard(torch.autograd.Function):
@@ -227,5 +206,6 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        whole = ctx.comm.all_reduce(grad.contiguous())
-        return ctx.layout.part(whole, ctx.comm.rank, ctx.dim), None, None, None
+        exact = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad  # rounded once, behind the sum
+        whole = ctx.comm.all_reduce(exact.contiguous())
+        return ctx.layout.part(whole, ctx.comm.rank, ctx.dim).to(grad.dtype), None, None, None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ringflash import checks
-from ringflash.layout import Layout, named
+from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
 from ringflash.plan import Plan, make_plan
@@ -84,56 +84,61 @@ def explain(
 
     size: taken from the layout unless that is a name. Raises the errors ring_attention would raise.
     """
-    checks.kinds(layout, kv_layout, mask, options=options)
-    checks.tensors(q, k, v, meta=True)
-    size = size if size is not None else layout.size if isinstance(layout, Layout) else None
-    if size is None:
+    given = checks.Given(layout, kv_layout, mask, None, options)
+    checks.kinds(given)
+    if size is None and not isinstance(layout, Layout):
         raise ValueError(f"size must be given where layout is a name: layout={layout!r}")
-    layout = layout if isinstance(layout, Layout) else named(layout, q.shape[1] * size, size)
-    if kv_layout is None:
-        kv_layout = layout
-    kv_layout = kv_layout if isinstance(kv_layout, Layout) else named(kv_layout, k.shape[1] * size, size)
-    call = checks.Call(layout, kv_layout, mask, checks.scale(None, q.shape[3]), options)
-    checks.rank(rank, size)
-    checks.shards(q, k, call, rank=rank, size=size)
-    plan = make_plan(layout, mask, kv_layout, schedule=options.schedule)
-    return _report(plan, rank, q, k, v, options)
+    size = layout.size if size is None and isinstance(layout, Layout) else size
+    for name, value, least in (("size", size, 1), ("rank", rank, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an int of at least {least}: {name}={value!r}")
+    assert isinstance(size, int)
+    if rank >= size:
+        raise ValueError(f"rank must be in 0 ... size-1: rank={rank}, size={size}")
+    (q, k, v), call = checks.prepare(q, k, v, given, rank=rank, size=size, meta=True)
+    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=options.schedule)
+    return _report(plan, call, (q, k, v), rank)
 
 
-def _report(plan: Plan, rank: int, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Explanation:
-    tile = pick(options.kernel, q.device.type if q.device.type != "meta" else "cuda")
-    per_token = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
-    lengths = plan.kv_layout.lengths
+def _report(plan: Plan, call: checks.Call, qkv: tuple[Tensor, Tensor, Tensor], rank: int) -> Explanation:
+    q, k, v = qkv
+    meta = q.device.type == "meta"
+    tile = pick(call.options.kernel, "cuda" if meta else q.device.type)
     work = [plan.work(r) for r in range(plan.size)]
-
-    def moved(hops: tuple[tuple[int, int], ...], itemsize: int) -> int:
-        return sum(lengths[block] * per_token * itemsize for block, _ in hops)
-
-    steps = tuple(
-        StepReport(
-            turn.attend,
-            0 if turn.attend is None else int(work[rank][turn.attend]),
-            moved(turn.sends, k.element_size()),
-            moved(turn.recvs, k.element_size()),
-            moved(turn.grad_sends, 4),
-            moved(turn.grad_recvs, 4),
-        )
-        for turn in plan.turns[rank]
-    )
-    pairs = int(work[rank].sum())
-    widest = max(lengths, default=0) * per_token * k.element_size()
+    pairs, rows = int(work[rank].sum()), len(plan.rows)
+    per_token = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
+    widest = max(plan.kv_layout.lengths, default=0) * per_token * k.element_size()
     return Explanation(
         rank=rank,
         size=plan.size,
-        layout=repr(plan.layout),
+        layout=repr(call.layout),
         mask=checks.mask_words(plan.mask),
-        kernel=f"{tile.name} ({tile.why})" if q.device.type != "meta" else f"{tile.name} (as on a GPU: meta tensors)",
+        kernel=f"{tile.name} ({'as on a GPU: meta tensors' if meta else tile.why})",
         transport="none (one rank)" if plan.size == 1 else "p2p (the only one; NCCL for GPU tensors, gloo for CPU tensors)",
         schedule=f"{plan.schedule} ({plan.why})",
-        steps=steps,
-        pairs_per_rank=tuple(int(w.sum()) for w in work),
-        flops=2 * q.shape[0] * q.shape[2] * pairs * (q.shape[3] + v.shape[3]),
+        steps=_steps(plan, rank, per_token, k.element_size()),
+        pairs_per_rank=tuple(int(w.sum()) // rows for w in work),
+        flops=2 * q.shape[0] * q.shape[2] * pairs * (q.shape[3] + v.shape[3]) // rows,
         buffer_bytes=min(2, max(0, len(plan.attended(rank)) - 1)) * widest,
+    )
+
+
+def _steps(plan: Plan, rank: int, per_token: int, itemsize: int) -> tuple[StepReport, ...]:
+    work, rows = plan.work(rank), len(plan.rows)
+
+    def moved(hops: tuple[tuple[int, int], ...], itemsize: int) -> int:
+        return sum(plan.kv_layout.lengths[block] * per_token * itemsize for block, _ in hops)
+
+    return tuple(
+        StepReport(
+            attends=turn.attend,
+            pairs=0 if turn.attend is None else int(work[turn.attend]) // rows,
+            bytes_sent=moved(turn.sends, itemsize),
+            bytes_received=moved(turn.recvs, itemsize),
+            grad_bytes_sent=moved(turn.grad_sends, 4),
+            grad_bytes_received=moved(turn.grad_recvs, 4),
+        )
+        for turn in plan.turns[rank]
     )
 
 

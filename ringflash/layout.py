@@ -76,6 +76,9 @@ class Layout:
         object.__setattr__(self, "key", np.concatenate([head, *columns]).tobytes())
         object.__setattr__(self, "_hash", hash(self.key))
 
+    def __reduce__(self) -> tuple:  # a hash is another one in another process
+        return Layout, (self.name, self.seqlen, self.size, self.runs, self.offset)
+
     def __hash__(self) -> int:
         return self._hash  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -91,7 +94,7 @@ class Layout:
         """One past the last position."""
         return self.offset + self.seqlen
 
-    @property
+    @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
         """Number of tokens of each rank."""
         return tuple(runs.length for runs in self.runs)
@@ -137,6 +140,8 @@ class Layout:
         return whole.index_select(dim, torch.from_numpy(order).to(whole.device))
 
     def _rank(self, rank: int) -> int:
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"rank must be an int: rank={rank!r}")
         if not 0 <= rank < self.size:
             raise ValueError(f"rank must be in 0 ... size-1: rank={rank}, size={self.size}")
         return rank

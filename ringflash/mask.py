@@ -60,6 +60,9 @@ class Mask:
             self._check_prefix(left)
         object.__setattr__(self, "_hash", hash((self.causal, self.window, self.documents, self.prefix)))
 
+    def __reduce__(self) -> tuple:  # a hash is another one in another process
+        return Mask, (self.causal, self.window, self.documents, self.prefix)
+
     def __hash__(self) -> int:  # documents may be thousands of numbers: hashed once
         return self._hash  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -137,8 +137,8 @@ class Plan:
         return [turn.attend for turn in self.turns[rank] if turn.attend is not None]
 
     def work(self, rank: int) -> Array:
-        """int64 (size,): visible (query, key) pairs of a rank with every block, per head, mean over distinct batch rows."""
-        return visible_pairs([r.of(rank) for r in self.rows], self.keys, self.size) // len(self.rows)
+        """int64 (size,): visible (query, key) pairs of a rank with every block, per head, summed over distinct batch rows."""
+        return visible_pairs([r.of(rank) for r in self.rows], self.keys, self.size)
 
     def intervals(self, rank: int, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:
         """Local (begin, end) of the rank's rows in each block it attends: int32 (1 or batch, seqlen_q), on the device.

@@ -3,9 +3,11 @@
 Nothing here knows how a plan was made, what a tile runs on or what a transport moves bytes with.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +30,14 @@ class _Nothing:
         pass
 
 
+class _Moving(NamedTuple):
+    """A turn's transfers: the blocks and partial dK/dV that arrive, and their end."""
+
+    blocks: dict[int, Pair]
+    grads: list[tuple[int, Pair]]
+    pending: _Pending
+
+
 class Transport(Protocol):
     """What the loop needs of a transport."""
 
@@ -44,11 +54,6 @@ class TileLike(Protocol):
     """What the loop needs of a tile (kernels/README.md)."""
 
     @property
-    def two_passes(self) -> bool:
-        """Whether dQ and dK/dV are computed apart anyhow."""
-        ...
-
-    @property
     def segment(self) -> Callable[..., Any]:
         """Make a segment from (k, v, begin, end)."""
         ...
@@ -59,52 +64,109 @@ class TileLike(Protocol):
         ...
 
     @property
+    def delta(self) -> Callable[..., Tensor]:
+        """(dout, out, dlse) -> rowsum(dout * out) - dlse."""
+        ...
+
+    @property
     def backward(self) -> Callable[..., None]:
         """(dout, q, segments, lse, delta, scale, dq, dkv): adds into dq and dkv, of which one may be None."""
         ...
 
 
+@dataclass(frozen=True, eq=False)
 class Ring:
-    """One rank's way through a plan: its place, its tile and its transport."""
+    """One rank's way through a plan: its place, its tile, its transport (None: a ring of one) and the softmax scale."""
 
-    def __init__(self, plan: Plan, rank: int, tile: TileLike, transport: Transport | None, scale: float) -> None:
-        self.plan, self.rank, self.tile, self.transport, self.scale = plan, rank, tile, transport, scale
+    plan: Plan
+    rank: int
+    tile: TileLike
+    transport: Transport | None
+    scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries over the keys of all ranks."""
         held = self._own(k, v)
         state: tuple[Tensor, ...] | None = None
         for turn in self.plan.turns[self.rank]:
-            arriving, _, pending = self._post(turn, held, {}, grads=False)
+            moving = self._post(turn, held, None)
             if turn.attend is not None:
                 state = self.tile.forward(q, [self._segment(held, turn.attend, q)], self.scale, state, turn.last)
-            pending.wait()
-            _turn_over(held, arriving, turn)
+            self._land(moving, turn, held, None)
         assert state is not None  # the own block is always attended
         out, lse = state  # finished in the last turn that attends
         return out, lse
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Pair]:
-        """float32 dq and (dk, dv) of this rank's tokens: the gradient of the sum over ranks of their local losses."""
+        """float32 dq and (dk, dv) of this rank's tokens: the gradient of the sum over ranks of their local losses.
+
+        The own block's dQ is computed first, while the first keys arrive, and its dK/dV last, while the other ranks' come home.
+        """
         held, partial = self._own(k, v), {}
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         turns = self.plan.turns[self.rank]
-        owed: list = []  # the last block's dQ is computed while its dK/dV travel home
+        add = functools.partial(self._add_gradients, (dout, q, lse, delta), held)
         for turn in turns:
-            arriving, arriving_grads, pending = self._post(turn, held, partial, grads=True)
-            if turn.attend is not None:
-                partial[turn.attend] = partial.get(turn.attend) or _zeros_like(held[turn.attend])
-                segments, into = [self._segment(held, turn.attend, q)], [partial[turn.attend]]
-                owed = segments if self.tile.two_passes and turn.last and turn is not turns[-1] else []
-                self.tile.backward(dout, q, segments, lse, delta, self.scale, None if owed else dq, into)
-            elif owed:
-                self.tile.backward(dout, q, owed, lse, delta, self.scale, dq, None)
-                owed = []
-            pending.wait()
-            _turn_over(held, arriving, turn)
-            for block, grads in arriving_grads:
-                partial[block] = _add(partial.get(block), grads)
+            moving = self._post(turn, held, partial)
+            if turn.attend == self.rank:
+                add(self.rank, dq, partial if len(turns) == 1 else None)
+            elif turn.attend is not None:
+                add(turn.attend, dq, partial)
+            if turn is turns[-1] and len(turns) > 1:
+                add(self.rank, None, partial)
+            self._land(moving, turn, held, partial)
         return dq, partial[self.rank]
+
+    def _add_gradients(
+        self, rows: tuple[Tensor, ...], held: dict[int, Pair], block: int, dq: Tensor | None, partial: dict[int, Pair] | None
+    ) -> None:
+        """Add what the rows and a held block give: into dq, and into the partial dK/dV of the block. None: not now."""
+        dout, q, lse, delta = rows
+        into = None
+        if partial is not None:
+            partial[block] = partial.get(block) or _zeros_like(held[block])
+            into = [partial[block]]
+        self.tile.backward(dout, q, [self._segment(held, block, q)], lse, delta, self.scale, dq, into)
+
+    def _own(self, k: Tensor, v: Tensor) -> dict[int, Pair]:
+        """The blocks this rank holds: its own, contiguous if it is to be sent."""
+        sent = any(turn.sends for turn in self.plan.turns[self.rank])
+        return {self.rank: (k.contiguous(), v.contiguous()) if sent else (k, v)}
+
+    def _segment(self, held: dict[int, Pair], block: int, q: Tensor) -> Any:
+        return self.tile.segment(*held[block], *self.plan.intervals(self.rank, q.device)[block])
+
+    def _post(self, turn: Turn, held: dict[int, Pair], partial: dict[int, Pair] | None) -> _Moving:
+        """Start a turn's transfers, K and V (and in backward dK and dV) in one batch."""
+        blocks = {block: self._room_for(block, held) for block, _ in turn.recvs}
+        grads: list[tuple[int, Pair]] = []
+        sends = [(x, to) for block, to in turn.sends for x in held[block]]
+        recvs = [(x, source) for block, source in turn.recvs for x in blocks[block]]
+        if partial is not None:
+            grads = [(block, self._room_for(block, held, torch.float32)) for block, _ in turn.grad_recvs]
+            sends += [(x, to) for block, to in turn.grad_sends for x in partial.pop(block)]
+            recvs += [(x, turn.grad_recvs[i][1]) for i, (_, pair) in enumerate(grads) for x in pair]
+        if not sends and not recvs:
+            return _Moving(blocks, grads, _Nothing())
+        assert self.transport is not None
+        return _Moving(blocks, grads, self.transport.exchange(sends, recvs))
+
+    def _land(self, moving: _Moving, turn: Turn, held: dict[int, Pair], partial: dict[int, Pair] | None) -> None:
+        """End a turn: take over what arrived, add partial dK/dV to what is here, drop blocks that have no more use."""
+        moving.pending.wait()
+        held.update(moving.blocks)
+        for block in turn.drop:
+            del held[block]
+        while moving.grads and partial is not None:
+            block, grads = moving.grads.pop()
+            partial[block] = _add(partial.get(block), grads)
+        moving.blocks.clear()
+
+    def _room_for(self, block: int, held: dict[int, Pair], dtype: torch.dtype | None = None) -> Pair:
+        """Empty K and V (or dK and dV) of another rank's block: this rank's shapes, that rank's length."""
+        length = self.plan.kv_layout.lengths[block]
+        k, v = (x.new_empty(x.shape[0], length, *x.shape[2:], dtype=dtype) for x in held[self.rank])
+        return k, v
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -115,43 +177,6 @@ class Ring:
             if self.transport is not None:
                 self.transport.abandon(error)
             raise
-
-    def _own(self, k: Tensor, v: Tensor) -> dict[int, Pair]:
-        """The blocks this rank holds: its own, contiguous if it is to be sent."""
-        sent = any(turn.sends for turn in self.plan.turns[self.rank])
-        return {self.rank: (k.contiguous(), v.contiguous()) if sent else (k, v)}
-
-    def _segment(self, held: dict[int, Pair], block: int, q: Tensor) -> object:
-        return self.tile.segment(*held[block], *self.plan.intervals(self.rank, q.device)[block])
-
-    def _post(
-        self, turn: Turn, held: dict[int, Pair], partial: dict[int, Pair], *, grads: bool
-    ) -> tuple[dict[int, Pair], list[tuple[int, Pair]], _Pending]:
-        """Start a turn's transfers, K and V (and dK and dV) in one batch: (arriving blocks, arriving dK/dV, their end)."""
-        arriving = {block: self._room_for(block, held) for block, _ in turn.recvs}
-        arriving_grads: list[tuple[int, Pair]] = []
-        sends = [(x, to) for block, to in turn.sends for x in held[block]]
-        recvs = [(x, source) for block, source in turn.recvs for x in arriving[block]]
-        if grads:
-            arriving_grads = [(block, self._room_for(block, held, torch.float32)) for block, _ in turn.grad_recvs]
-            sends += [(x, to) for block, to in turn.grad_sends for x in partial.pop(block)]
-            recvs += [(x, turn.grad_recvs[i][1]) for i, (_, pair) in enumerate(arriving_grads) for x in pair]
-        if not sends and not recvs:
-            return arriving, arriving_grads, _Nothing()
-        assert self.transport is not None
-        return arriving, arriving_grads, self.transport.exchange(sends, recvs)
-
-    def _room_for(self, block: int, held: dict[int, Pair], dtype: torch.dtype | None = None) -> Pair:
-        """Empty K and V (or dK and dV) of another rank's block: this rank's shapes, that rank's length."""
-        length = self.plan.kv_layout.lengths[block]
-        k, v = (x.new_empty(x.shape[0], length, *x.shape[2:], dtype=dtype) for x in held[self.rank])
-        return k, v
-
-
-def _turn_over(held: dict[int, Pair], arriving: dict[int, Pair], turn: Turn) -> None:
-    held.update(arriving)
-    for block in turn.drop:
-        del held[block]
 
 
 def _zeros_like(pair: Pair) -> Pair:

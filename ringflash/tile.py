@@ -13,10 +13,7 @@ KERNELS = ("auto", "reference", "triton")
 
 
 class Tile(NamedTuple):
-    """One implementation: its functions, and why it was picked.
-
-    two_passes: dQ and dK/dV are computed apart anyhow, so asking for one after the other costs nothing.
-    """
+    """One implementation: its functions, and why it was picked."""
 
     name: str
     why: str
@@ -24,7 +21,6 @@ class Tile(NamedTuple):
     forward: Callable[..., tuple[torch.Tensor, ...]]
     backward: Callable[..., None]
     delta: Callable[..., torch.Tensor]
-    two_passes: bool
 
 
 @functools.lru_cache(maxsize=64)
@@ -49,10 +45,10 @@ def pick(kernel: str, device_type: str) -> Tile:
 def _reference(why: str) -> Tile:
     from ringflash.kernels import reference
 
-    return Tile("reference", why, Segment, reference.forward, reference.backward, reference.delta, two_passes=False)
+    return Tile("reference", why, Segment, reference.forward, reference.backward, reference.delta)
 
 
 def _triton(why: str) -> Tile:
     from ringflash.kernels import backward, forward
 
-    return Tile("triton", why, Segment, forward.forward, backward.backward, backward.delta, two_passes=True)
+    return Tile("triton", why, Segment, forward.forward, backward.backward, backward.delta)

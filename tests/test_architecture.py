@@ -25,7 +25,7 @@ LAYERS = {  # imports point one way: module or package -> what it may import of 
     "checks": "layout mask options",
     "api": "autograd checks layout mask options plan ring tile transport",
     "explain": "checks layout mask options plan tile",
-    "context": "api layout mask options transport",
+    "context": "api checks layout mask options transport",
     "__init__": "api context explain layout mask options",
 }
 ABOVE = ("cli", "demo", "integrations")  # import anything; nothing else imports them

@@ -130,7 +130,7 @@ def test_e5_labels_are_shifted_before_sharding(pools: Pools, layout: str, mask: 
 
 
 def test_labels_of_other_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"labels must be global, \(batch, seqlen=21\): labels.shape=\(2, 20\)"):
+    with pytest.raises(ValueError, match=r"labels must be a global tensor \(batch, seqlen=21\): labels.shape=\(2, 20\)"):
         a_batch().shift_labels(torch.zeros(2, 20))
     with pytest.raises(ValueError, match=r"labels.shape=\(21,\)"):
         a_batch().shift_labels(torch.zeros(21))
@@ -189,8 +189,38 @@ def test_mean_loss_refuses() -> None:
     batch, losses = rf.ContextParallel().batch(4), torch.ones(1, 4)
     with pytest.raises(ValueError, match="grad_reduce must be 'mean' or 'sum': grad_reduce='avg'"):
         batch.mean_loss(losses, losses.long(), grad_reduce="avg")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"one shape \(use reduction='none'\): \(\) and \(1, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"one shape \(use reduction='none'\): per_token_loss.shape=\(\), targets.shape=\(1, 4\)"
+    ):
         batch.mean_loss(losses.mean(), losses.long())
+    with pytest.raises(ValueError, match=r"targets must be this rank's, \(batch, 4\) or flat"):
+        batch.mean_loss(torch.ones(1, 8), torch.ones(1, 8))
+    with pytest.raises(TypeError, match=r"per_token_loss must be a torch\.Tensor: per_token_loss is a float"):
+        batch.mean_loss(1.0, losses)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("call", ["shard", "unshard", "shift_labels", "check_same"])
+def test_what_is_no_tensor_is_refused_in_words(call: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"must be a (torch\.Tensor|global tensor)"):
+        getattr(a_batch(), call)([1])
+
+
+def mode_after_construction() -> list[str]:
+    """What each rank is told when the ranks construct differently, or one of them wrongly."""
+    wrong = dist.get_rank() == 1
+    told = []
+    for kwargs in ({"layout": "striped"}, {"options": rf.Options(check="never")}, {"layout": "diagonal"}):
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            rf.ContextParallel(dist.new_group(), **(kwargs if wrong else {}))
+        told.append(str(error.value))
+    return told
+
+
+def test_construction_is_compared(pools: Pools) -> None:
+    for layout, options, wrong in pools.run(2, mode_after_construction):
+        assert layout.startswith("layout must be the same on every rank")
+        assert options.startswith("options must be the same on every rank")
+        assert "layout must be one of" in wrong
 
 
 # Attention
@@ -296,7 +326,7 @@ def test_check_same_takes_any_tensor(pools: Pools, size: int) -> None:
 
 def one_rank_wrong(call: str) -> str:
     """What each rank is told when rank 1 alone makes the mistake."""
-    batch = a_batch()
+    batch = rf.ContextParallel(dist.new_group()).batch(SEQLEN, PACKED)  # pyright: ignore[reportArgumentType]
     tokens = batch.layout.lengths[batch.cp.rank]
     wrong = batch.cp.rank == 1
     y, loss, targets = torch.ones(2, tokens, 3), torch.ones(2, tokens), torch.zeros(2, tokens, dtype=torch.int64)
@@ -319,7 +349,7 @@ def one_rank_wrong(call: str) -> str:
     ("call", "words"),
     [
         ("unshard length", "y must hold this rank's tokens"),
-        ("unshard dim", "dimension dim=7"),
+        ("unshard dim", "dim must be a dimension of y: dim=7"),
         ("unshard dtype", "dtype must be the same on every rank"),
         ("unshard other dimensions", "other dimensions must be the same on every rank"),
         ("loss shape", "per_token_loss and targets must have one shape"),

@@ -1,6 +1,7 @@
 """Layouts: each position once, shards ascending, split and join, equality, balance, and the words of every refusal."""
 
 import itertools
+import pickle
 import re
 
 import numpy as np
@@ -217,3 +218,11 @@ def test_refusals_are_worded(kind: type[Exception], call: object, words: str) ->
 def test_layouts_are_frozen() -> None:
     with pytest.raises(AttributeError):
         rf.layouts.zigzag(4, 2).seqlen = 5  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_pickled_layout_is_hashed_anew() -> None:
+    layout = rf.layouts.zigzag(21, 2).shift(3)
+    object.__setattr__(layout, "_hash", 1)  # as another process had it
+    twin = pickle.loads(pickle.dumps(layout))
+    assert twin == layout
+    assert hash(twin) == hash(rf.layouts.zigzag(21, 2).shift(3))

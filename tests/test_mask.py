@@ -1,5 +1,6 @@
 """Masks: intervals and work against the definition, hashing, tensors, and the words of every refusal."""
 
+import pickle
 import re
 
 import numpy as np
@@ -120,3 +121,12 @@ def test_documents_must_end_at_the_sequence_length(documents: tuple) -> None:
         rf.Mask(documents=documents).check_seqlen(8)
     rf.Mask(documents=(0, 4)).check_seqlen(4)
     rf.Mask().check_seqlen(8)
+
+
+def test_a_pickled_mask_is_hashed_anew() -> None:
+    """Hashes differ from process to process; plans are found by them."""
+    mask = rf.Mask(causal=True, window=(3, None), documents=(0, 4, 9))
+    object.__setattr__(mask, "_hash", 1)  # as another process had it
+    twin = pickle.loads(pickle.dumps(mask))
+    assert twin == mask
+    assert hash(twin) == hash(rf.Mask(causal=True, window=(3, None), documents=(0, 4, 9)))

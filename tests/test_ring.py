@@ -1,26 +1,32 @@
 """Ring against the dense float64 oracle over gloo: layouts x masks x schedules, forward and backward, and what moves."""
 
 import random
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
 from pool import Pools
 from ring_cases import CAUSAL, LAYOUTS, SCHEDULES, Case, check, exact, make_layout, masks, run_cases, run_threads, sent, verdict
 
 import ringflash as rf
+from ringflash import ring
 
 LENGTHS = (1, 7, 33, 63, 100)
 SIZES = (2, 3, 4)
-SAMPLE = 24  # cases of each (size, layout, schedule) without --full
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_ring_equals_oracle(pools: Pools, full: bool, size: int, layout: str, schedule: str) -> None:
-    cases = [Case(mask, seqlen, layout, schedule=schedule) for seqlen in LENGTHS for mask in masks(seqlen).values()]
-    check(pools, size, cases if full else random.Random(f"{size}{layout}{schedule}").sample(cases, SAMPLE))
+    """Every layout, mask and schedule at every size; without --full each mask at one length, another one in each cell."""
+    draw = random.Random(f"{size}{layout}{schedule}")
+    pairs = [(name, n) for name in masks(LENGTHS[0]) for n in (LENGTHS if full else [draw.choice(LENGTHS)])]
+    check(pools, size, [Case(masks(n)[name], n, layout, schedule=schedule) for name, n in pairs])
 
 
 @pytest.mark.parametrize("seqlen", LENGTHS)
@@ -197,3 +203,40 @@ def test_auto_moves_no_more_than_either(pools: Pools) -> None:
 def test_balanced_layout_is_a_layout() -> None:
     layout = make_layout("balanced", 100, 3, CAUSAL)
     assert sorted(torch.cat([layout.positions(r) for r in range(3)]).tolist()) == list(range(100))
+
+
+class Alive:
+    """Counts the blocks a rank has made room for and still holds, and the most there ever were."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, list[weakref.ref]] = {"kv": [], "grads": []}
+        self.most = {"kv": 0, "grads": 0}
+
+    def watch(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any) -> Any:
+            pair = make(*args)
+            kind = "kv" if pair[0].dtype == torch.bfloat16 else "grads"
+            self.blocks[kind] = [x for x in self.blocks[kind] if x() is not None] + [weakref.ref(pair[0])]
+            self.most[kind] = max(self.most[kind], len(self.blocks[kind]))
+            return pair
+
+        return made
+
+
+def most_blocks(schedule: str) -> dict[str, int]:
+    """The most K/V blocks of others, and float32 dK/dV blocks, that one rank holds at a time in forward and backward."""
+    cp = rf.ContextParallel(dist.new_group(), options=rf.Options(schedule=schedule))  # pyright: ignore[reportArgumentType]
+    batch, alive = cp.batch(32), Alive()
+    q, k, v = (torch.randn(1, batch.layout.lengths[cp.rank], 2, 8).bfloat16().requires_grad_() for _ in range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring.Ring, "_room_for", alive.watch(ring.Ring._room_for))
+        patch.setattr(ring, "_zeros_like", alive.watch(ring._zeros_like))
+        batch.attention(q, k, v).sum().backward()
+    return alive.most
+
+
+@pytest.mark.parametrize(("schedule", "grads"), [("rotate", 3), ("direct", 4)])
+def test_two_blocks_and_three_gradients_are_held_at_most(pools: Pools, schedule: str, grads: int) -> None:
+    """rotate: dK/dV produced, arriving and leaving. direct: the sum that comes together at home besides."""
+    for most in pools.run(4, most_blocks, schedule):
+        assert most == {"kv": 2, "grads": grads}

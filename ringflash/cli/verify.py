@@ -16,7 +16,7 @@ from ringflash.api import attend_over
 from ringflash.cli import oracle
 from ringflash.cli.oracle import Results
 from ringflash.launch import bootstrap, local
-from ringflash.launch.world import find_world
+from ringflash.launch.world import launcher
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         cases = [_case(args, layout, mask) for layout in args.layout for mask in args.mask]
-        if find_world().source == "single":
+        if launcher() == "single":
             nproc = args.nproc if args.nproc is not None else torch.cuda.device_count() or 2
             return local.run(run_rank, nproc, (cases,), device=args.device)[0]
         if args.nproc is not None:
@@ -135,8 +135,8 @@ def _inputs(case: Case, device: torch.device) -> list[Tensor]:
 def _run(inputs: Sequence[Tensor], comm: Communicator, layout: Layout, case: Case) -> Results:
     q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
     dout, dlse = inputs[3:]
-    given = (layout, None, case.mask, None, Options(schedule=case.schedule))
-    out, lse = attend_over(comm, q, k, v, given=given, return_lse=True)
+    given = checks.Given(layout, mask=case.mask, options=Options(schedule=case.schedule))
+    out, lse = attend_over(comm, (q, k, v), given, return_lse=True)
     grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
     return Results(out.detach(), lse.detach(), *grads)
 

@@ -3,6 +3,7 @@
 import datetime
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +20,8 @@ class Communicator:
     """One ring's membership. `rank` and `size` are places in sequence order; `ranks` the global rank of each place.
 
     groups holds a process group of the ring's own per device type, so that its traffic never mixes with the caller's.
-    calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode of the
-    last call that had options, for one that is so wrong that it has none.
+    calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode that the
+    ring's first call agreed.
     """
 
     rank: int
@@ -44,11 +45,6 @@ class Communicator:
         if "cpu" in self.groups:
             return self.groups["cpu"], torch.device("cpu")
         return self.groups["cuda"], torch.device("cuda", torch.cuda.current_device())
-
-    def device(self) -> torch.device:
-        """Where this ring's data are expected: the current GPU if its group serves GPUs, else the CPU."""
-        on_gpu = torch.cuda.is_available() and (self.size == 1 or "cuda" in self.groups)
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def gather_bytes(self, message: bytes, limit: int = 2048) -> list[bytes]:
         """Every rank's message, in rank order (longer ones are cut at `limit`). A collective with one host synchronisation."""
@@ -97,16 +93,20 @@ class Communicator:
         return self.groups[device_type]
 
     def leave_word(self, error: BaseException) -> None:
-        """Leave for the other ranks why this one will not join their exchange."""
-        for group in self.groups.values():
-            group.get_group_store().set(_LEFT, f"rank {self.rank} raised in its call {self.calls}: {error}"[:1000])
+        """Leave for the other ranks why this one will not join their exchange of this call."""
+        word = f"rank {self.rank} raised in its call {self.calls}: {error}"[:1000]
+        with suppress(RuntimeError):  # the store may be gone with its rank; the error itself must be seen
+            for group in self.groups.values():
+                group.get_group_store().set(f"{_LEFT}/{self.calls}", word)
 
     def word_left(self) -> str | None:
-        """What a rank that left had to say, if one did."""
-        for group in self.groups.values():
-            store = group.get_group_store()
-            if store.check([_LEFT]):
-                return store.get(_LEFT).decode()
+        """What a rank that left in this call had to say, if one did."""
+        key = f"{_LEFT}/{self.calls}"
+        with suppress(RuntimeError):
+            for group in self.groups.values():
+                store = group.get_group_store()
+                if store.check([key]):
+                    return store.get(key).decode()
         return None
 
 
@@ -114,7 +114,8 @@ def _bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-_known: "weakref.WeakKeyDictionary[object, Communicator]" = weakref.WeakKeyDictionary()
+# A group's communicators by the order of its ranks (those of a mesh may stand in another order than the group's).
+_known: "weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Communicator]]" = weakref.WeakKeyDictionary()
 
 
 def communicator(group: ProcessGroup | DeviceMesh | None = None) -> Communicator:
@@ -127,12 +128,15 @@ def communicator(group: ProcessGroup | DeviceMesh | None = None) -> Communicator
         if not dist.is_initialized():
             return Communicator(0, 1, (0,))
         group = dist.group.WORLD
-    if group not in _known:
-        _known[group] = _make(group)
-    return _known[group]
+    parent, ranks, rank = _membership(group)
+    known = _known.setdefault(parent, {})
+    if ranks not in known:
+        known[ranks] = Communicator(rank, len(ranks), ranks, {} if len(ranks) == 1 else _own_groups(parent, ranks))
+    return known[ranks]
 
 
-def _make(group: object) -> Communicator:
+def _membership(group: object) -> tuple[ProcessGroup, tuple[int, ...], int]:
+    """(process group, global ranks in sequence order, this process's place among them)."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group must be a 1-D DeviceMesh: it has {group.ndim} dimensions; take one with mesh['name']")
@@ -144,9 +148,7 @@ def _make(group: object) -> Communicator:
         raise TypeError(f"group must be None, a ProcessGroup or a 1-D DeviceMesh: group={group!r} (is this rank a member?)")
     if rank < 0:
         raise ValueError(f"group must have this process as a member: its ranks are {ranks}")
-    parent = group.get_group() if isinstance(group, DeviceMesh) else group
-    groups = {} if len(ranks) == 1 else _own_groups(parent, ranks)
-    return Communicator(rank, len(ranks), ranks, groups)
+    return group.get_group() if isinstance(group, DeviceMesh) else group, ranks, rank
 
 
 def _own_groups(parent: ProcessGroup, ranks: Sequence[int]) -> dict[str, ProcessGroup]:
