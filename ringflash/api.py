@@ -41,7 +41,9 @@ def ring_attention(
     seqlen_q), the natural logarithm of the softmax denominator. A query that sees no key gets out = 0, lse = -inf.
     Gradients of q, k, v are exact for the sum over ranks of the local losses, through out and lse.
 
-    Raises ValueError, TypeError or NotImplementedError for wrong input, on every rank, before anything moves.
+    Raises ValueError, TypeError or NotImplementedError for wrong input, before anything moves; in the calls that ranks compare
+    (Options.check) on every rank, the others a RuntimeError that says whose mistake it was. Later a rank that raises alone
+    leaves word: the exchange of the others ends in ExchangeError with it (gloo), or in the group's timeout (NCCL).
     """
     given = checks.Given(layout, kv_layout, mask, scale, options)
     return attend_over(communicator(group), (q, k, v), given, return_lse=return_lse)

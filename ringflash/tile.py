@@ -9,8 +9,6 @@ import torch
 
 from ringflash.kernels.reference import Segment
 
-KERNELS = ("auto", "reference", "triton")
-
 
 class Tile(NamedTuple):
     """One implementation: its functions, and why it was picked."""

@@ -14,7 +14,7 @@ def made(losses: list[float], gradient: list[float]) -> Run:
 
 def test_equal_runs_do_not_differ() -> None:
     run = made([2.0, 1.0], [3.0, 4.0])
-    assert compare(run, run) == Difference(loss=0.0, gradient=0.0)
+    assert compare(run, run) == Difference(loss=0.0, gradient=0.0, steps=(2, 1))
 
 
 def test_differences_are_relative_and_the_largest() -> None:

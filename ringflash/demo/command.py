@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cut", action="store_true", help="copy task without attention between shards: must fail")
     parser.add_argument("--steps", type=at_least(1), metavar="N", help="text: training steps")
     parser.add_argument("--seqlen", type=at_least(2), metavar="N", help="text: bytes of one sequence, over all ranks")
-    parser.add_argument("--layout", choices=rf.layouts.NAMES, default="zigzag", help="text: default zigzag")
+    parser.add_argument("--layout", choices=rf.layouts.NAMES, help="text: default zigzag")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="text: draw both loss curves (needs matplotlib)")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of weights and data (default 0)")
     return parser
@@ -79,14 +79,18 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace, *, launched
     args.part = args.part or ("copy" if args.cut else "both")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU that PyTorch can see, and there is none; use --device cpu")
+    if args.part == "copy":
+        for name in ("steps", "seqlen", "layout", "plot"):
+            if getattr(args, name) is not None:
+                parser.error(f"--{name} is about the text part, which is left out here; drop it or add --part both")
+    if args.cut and args.nproc == 1:
+        parser.error("--cut compares shards, and one rank has but one: use --nproc 2 or more")
     if args.plot is not None:
         check_plot(parser, args)
 
 
 def check_plot(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End with a usage error now where the picture could not be written after minutes of training."""
-    if args.part == "copy":
-        parser.error("--plot draws the text part's curves: the copy task alone has none; add --part both")
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'ringflash[plot]'")
     if args.plot.suffix != ".png" or not args.plot.parent.is_dir():
@@ -104,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     with bootstrap(device=device_type(args)) as session:
         share_cores(session.world.local_size)
         job = Job.of_world(session.device)
-        text = TextPart(seed=args.seed, layout=args.layout, seqlen=args.seqlen, steps=args.steps, plot=args.plot)
+        text = TextPart(seed=args.seed, layout=args.layout or "zigzag", seqlen=args.seqlen, steps=args.steps, plot=args.plot)
         copy = CopyPart(seed=args.seed, cut=args.cut)
         parts = {"text": (text,), "copy": (copy,), "both": (text, copy)}[args.part]
         passed = [part.run(job) for part in parts]  # all of them, also after one has failed

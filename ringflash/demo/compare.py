@@ -9,10 +9,14 @@ from ringflash.demo.train import Run
 
 @dataclass(frozen=True)
 class Difference:
-    """Relative differences: of a step's loss, and of its gradient as the norm of the difference over the norm."""
+    """Relative differences: of a step's loss, and of its gradient as the norm of the difference over the norm.
+
+    steps: how many losses and how many gradients were compared.
+    """
 
     loss: float
     gradient: float
+    steps: tuple[int, int] = (0, 0)
 
     def within(self, bound: "Difference") -> bool:
         """Whether both keep the bound; a NaN keeps none."""
@@ -34,7 +38,7 @@ def compare(ring: Run, alone: Run) -> Difference:
     """The largest difference over all steps (losses) and over the steps whose gradients were kept."""
     losses = [abs(a - b) / abs(b) for a, b in zip(ring.losses, alone.losses, strict=True)]
     gradients = [((ring.gradients[step] - g).norm() / g.norm()).item() for step, g in alone.gradients.items()]
-    return Difference(largest(losses), largest(gradients))
+    return Difference(largest(losses), largest(gradients), (len(losses), len(gradients)))
 
 
 def largest(values: list[float]) -> float:

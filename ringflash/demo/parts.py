@@ -130,8 +130,8 @@ class CopyPart:
     def run(self, job: Job) -> bool:
         """Whether it was learnt, or with `cut` whether it was not. Collective."""
         if job.ring.cp.size < 2:
-            job.display.say("[bold]Copy task[/]: skipped, it needs at least two ranks (--nproc 2)")
-            return True
+            job.display.say("[bold]Copy task[/]: skipped, it needs at least two ranks (--nproc 2). NO RING RAN: one rank only")
+            return not self.cut
         reach = "cut at the shards' borders" if self.cut else "over the whole ring"
         job.display.say(f"[bold]Copy task[/]: source and target on different ranks, attention {reach}")
         with job.display.progress(count_ranks(job.ring.cp.size), copy_task.MAX_STEPS) as show:

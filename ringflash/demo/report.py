@@ -78,9 +78,10 @@ class Display:
 
     def difference(self, found: Difference, bound: Difference) -> bool:
         """Print the largest differences beside their bounds; returns whether they are kept."""
-        for name in ("loss", "gradient"):
+        for name, steps in zip(("loss", "gradient"), found.steps, strict=True):
             value, limit = getattr(found, name), getattr(bound, name)
-            self.verdict(value <= limit, f"largest relative difference of {name}: {value:.1e} (bound {limit:.0e})")
+            words = f"largest relative difference of {name}, {steps} of {found.steps[0]} steps: {value:.1e} (bound {limit:.0e})"
+            self.verdict(value <= limit, words)
         return found.within(bound)
 
 
