@@ -14,19 +14,16 @@ _LOG2E = tl.constexpr(LOG2E)
 
 
 @triton.jit
-def _load_rows(lse, delta, at, first, hi, BLOCK_Q: tl.constexpr, VECTORS: tl.constexpr, CHECK: tl.constexpr):
-    """(lse in base 2, delta) of rows first ... [BLOCK_Q]; with CHECK, of rows from hi on anything."""
+def _load_rows(x, at, first, hi, BLOCK_Q: tl.constexpr, VECTORS: tl.constexpr, CHECK: tl.constexpr):
+    """lse or delta of rows first ... [BLOCK_Q]; with CHECK, of rows from hi on anything."""
     if VECTORS:  # all the rows lie in one vector of less than 2**31
-        lse_blk = lse.load([at.to(tl.int32) + first]) * _LOG2E
-        delta_blk = delta.load([at.to(tl.int32) + first])
+        return x.load([at.to(tl.int32) + first])
     else:
         rows = first + tl.arange(0, BLOCK_Q)
         mask = None
         if CHECK:
             mask = rows < hi
-        lse_blk = tl.load(lse + at + rows, mask=mask) * _LOG2E
-        delta_blk = tl.load(delta + at + rows, mask=mask)
-    return lse_blk, delta_blk
+        return tl.load(x + at + rows, mask=mask)
 
 
 @triton.jit
@@ -41,8 +38,11 @@ def _dq_step(q_blk, dout_blk, k, k_at, v, v_at, n0, row_keys, lse, delta, dq, sc
         if row_keys[3]:  # gaps
             seen = seen & blocks.seen_keys(keys, row_keys[4], row_keys[5], row_keys[6], row_keys[7], BLOCK_Q)
     k_blk = blocks.load_block(k, k_at, n0, seen, BLOCK_K, HEADDIM, HEADDIM_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM]
-    v_blk = blocks.load_block(v, v_at, n0, seen, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM_V]
+    if HEADDIM_PAD < 256:
+        v_blk = blocks.load_block(v, v_at, n0, seen, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM_V]
     x = blocks.dot(q_blk, tl.trans(k_blk), None, PRECISION) * scale  # [BLOCK_Q, BLOCK_K]
+    if HEADDIM_PAD == 256:  # later, or the copies that are zeroed where nobody sees spill
+        v_blk = blocks.load_block(v, v_at, n0, seen, BLOCK_K, HEADDIM_V, HEADDIM_V_PAD, TMA, MASK)  # [BLOCK_K, HEADDIM_V]
     dp = blocks.dot(dout_blk, tl.trans(v_blk), None, PRECISION)  # [BLOCK_Q, BLOCK_K]
     p = tl.math.exp2(x - lse[:, None])
     if MASK:
@@ -71,7 +71,8 @@ def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, k0,
     q_blk = blocks.load_block(q_ptr, q_at, first, valid, BLOCK_Q, HEADDIM, HEADDIM_PAD, False, True)  # [BLOCK_Q, HEADDIM]
     dout_blk = blocks.load_block(dout_ptr, dout_at, first, valid, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, False, True)
     row_at = (b * nheads_q + h) * seqlen_q
-    lse, delta = _load_rows(lse_ptr, delta_ptr, row_at, first, seqlen_q, BLOCK_Q, False, True)  # [BLOCK_Q] each
+    lse = _load_rows(lse_ptr, row_at, first, seqlen_q, BLOCK_Q, False, True) * _LOG2E  # [BLOCK_Q]
+    delta = _load_rows(delta_ptr, row_at, first, seqlen_q, BLOCK_Q, False, True)  # [BLOCK_Q]
     lse = tl.where(valid & (lse != float("-inf")), lse, float("inf"))  # rows that saw nothing, or are none: exp2(x - inf) = 0
     delta = tl.where(valid, delta, 0.0)
     dq = tl.zeros([BLOCK_Q, HEADDIM_PAD], tl.float32)
@@ -120,14 +121,17 @@ def _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, seqlen_q, first, last, l
                               MASK and not TMA)  # [BLOCK_Q, HEADDIM]  # fmt: skip
     dout_blk = blocks.load_block(dout, dout_at, at, rows < seqlen_q, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, TMA,
                                  MASK and not TMA)  # [BLOCK_Q, HEADDIM_V]  # fmt: skip
-    lse_blk, delta_blk = _load_rows(lse, delta, row_at, at, seqlen_q, BLOCK_Q, VECTORS, MASK)  # [BLOCK_Q] each
+    lse_blk = _load_rows(lse, row_at, at, seqlen_q, BLOCK_Q, VECTORS, MASK) * _LOG2E  # [BLOCK_Q]
     x = blocks.dot(k_blk, tl.trans(q_blk), None, PRECISION) * scale  # [BLOCK_K, BLOCK_Q]
     p = tl.math.exp2(x - lse_blk[None, :])
     if MASK:
         row = tl.arange(0, BLOCK_Q)
-        p = tl.where((row[None, :] >= (tl.maximum(first, m0) - at)[:, None]) & (row[None, :] < (last - at)[:, None]), p, 0.0)
+        p = tl.where(row[None, :] >= (tl.maximum(first, m0) - at)[:, None], p, 0.0)
+        p = tl.where(row[None, :] < (last - at)[:, None], p, 0.0)
     dv = blocks.dot(p.to(dout_blk.dtype), dout_blk, dv, PRECISION)
     dp = blocks.dot(v_blk, tl.trans(dout_blk), None, PRECISION)  # [BLOCK_K, BLOCK_Q]
+    # Loaded as late as possible: registers are what bounds this kernel (README.md, notes).
+    delta_blk = _load_rows(delta, row_at, at, seqlen_q, BLOCK_Q, VECTORS, MASK)  # [BLOCK_Q]
     ds = p * (dp - delta_blk[None, :])
     dk = blocks.dot(ds.to(q_blk.dtype), q_blk, dk, PRECISION)
     return dk, dv
@@ -164,7 +168,7 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse, delta, ks, vs, k_strides,
                 SEGMENTS: tl.constexpr, WAIT: tl.constexpr, TMA: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
                 HEADDIM: tl.constexpr, HEADDIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
                 HEADDIM_PAD: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, FANOUT: tl.constexpr,
-                VECTORS: tl.constexpr):  # fmt: skip
+                VECTORS: tl.constexpr, LEAN: tl.constexpr):  # fmt: skip
     seqlen_q, nheads_q, group = blocks.size32(sizes[0]), blocks.size32(sizes[1]), blocks.size32(sizes[2])
     key_blocks = blocks.size32(sizes[5])
     block, head = blocks.schedule(tl.program_id(0), key_blocks, blocks.size32(sizes[3]), blocks.size32(sizes[4]))
@@ -195,7 +199,7 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse, delta, ks, vs, k_strides,
         dv = tl.zeros([BLOCK_K, HEADDIM_V_PAD], tl.float32)
         # The group's heads one after the other in one pipelined loop; counters, since divisions cost registers and time.
         h, m0 = hk * group, blocks.lo_edge(lo, full_lo, full_hi)
-        for _ in tl.range(0, group * blocks.edge_count(lo, full_lo, full_hi, hi, BLOCK_Q)):
+        for _ in tl.range(0, group * blocks.edge_count(lo, full_lo, full_hi, hi, BLOCK_Q), num_stages=1 if LEAN else None):
             row_at = (b * nheads_q + h) * seqlen_q
             q_at = blocks.slice_at(q_strides, b, h, ALIGN, TMA)
             dout_at = blocks.slice_at(dout_strides, b, h, ALIGN, TMA)
@@ -204,7 +208,8 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse, delta, ks, vs, k_strides,
                                HEADDIM_V_PAD, TMA, VECTORS, PRECISION)  # fmt: skip
             m0, again = blocks.next_block(m0, lo, full_lo, full_hi, hi, BLOCK_Q)
             h += again.to(tl.int32)
-        h, m0 = hk * group, full_lo
+        # The first head again: m0 < hi says that there were edges. Told so, the compiler keeps nothing in registers for it.
+        h, m0 = h - tl.where(m0 < hi, group, 0), full_lo
         for _ in tl.range(0, group * ((full_hi - full_lo) // BLOCK_Q)):
             row_at = (b * nheads_q + h) * seqlen_q
             q_at = blocks.slice_at(q_strides, b, h, ALIGN, TMA)
@@ -258,7 +263,7 @@ def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
         _delta_kernel[(triton.cdiv(seqlen_q, block) * batch * nheads_q,)](  # pyright: ignore[reportIndexIssue]
             dout, portable.strides_of(dout, False, align), out, portable.strides_of(out, False, align), rows, result,
             portable.encode(seqlen_q, nheads_q), HAS_DLSE=dlse is not None, ALIGN=align, BLOCK_Q=block, HEADDIM_V=headdim_v,
-            HEADDIM_V_PAD=config.padded(headdim_v),
+            HEADDIM_V_PAD=config.padded(headdim_v), enable_fp_fusion=True,
         )  # fmt: skip
     return result
 
@@ -305,7 +310,8 @@ def launch_dq(
     """Add the segments' contribution to dq, with the choices a benchmark varies laid open."""
     batch, seqlen_q, nheads_q, headdim = q.shape
     headdim_v = dout.shape[-1]
-    tile = options.tile or config.lookup(portable.arch(q.device), q.dtype, headdim, headdim_v).dq
+    arch = portable.arch(q.device)
+    tile = options.tile or config.lookup(arch, q.dtype, headdim, headdim_v).dq
     tma = portable.keys_by_descriptor(segments, options)
     args = portable.segment_arguments(segments, (q, dout), tile.block_k, tma=tma)
     group, heads = nheads_q // segments[0].k.shape[2], batch * nheads_q
@@ -316,7 +322,7 @@ def launch_dq(
             *portable.slots(args.ks), *portable.slots(args.vs), *args.keys, *args.intervals, dq,
             portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale, TMA=tma,
             FENCE=tma and q.device.type == "cuda", HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q,
-            BLOCK_K=tile.block_k, num_warps=tile.warps, num_stages=tile.stages, **args.constexprs,
+            BLOCK_K=tile.block_k, **config.launch_options(tile, arch), **args.constexprs,
             **portable.pads(headdim, headdim_v),
         )  # fmt: skip
 
@@ -335,7 +341,8 @@ def launch_dkv(
     """Add each segment's dk and dv, with the choices a benchmark varies laid open."""
     batch, seqlen_q, nheads_q, headdim = q.shape
     headdim_v, nheads_k = dout.shape[-1], segments[0].k.shape[2]
-    tile = options.tile or config.lookup(portable.arch(q.device), q.dtype, headdim, headdim_v).dkv
+    arch = portable.arch(q.device)
+    tile = options.tile or config.lookup(arch, q.dtype, headdim, headdim_v).dkv
     tma = seqlen_q >= tile.block_q and portable.use_descriptors((q, dout), options)
     vectors = tma and seqlen_q % 4 == 0 and portable.describable_vectors(lse, delta)
     args = portable.segment_arguments(segments, (q, dout), tile.block_k)
@@ -353,6 +360,6 @@ def launch_dkv(
             tuple(dv for _, dv in dkv),
             portable.encode(*seqlens_k), portable.encode(seqlen_q, nheads_q, group, heads, chunk, key_blocks), scale,
             TMA=tma, HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, FANOUT=256,
-            VECTORS=vectors,
-            num_warps=tile.warps, num_stages=tile.stages, **args.constexprs, **portable.pads(headdim, headdim_v),
+            VECTORS=vectors, LEAN=tile.lean, **config.launch_options(tile, arch), **args.constexprs,
+            **portable.pads(headdim, headdim_v),
         )  # fmt: skip

@@ -185,7 +185,8 @@ def _one_launch(
     headdim_v = result[0].shape[-1]
     if q.numel() == 0:
         return
-    tile = options.tile or config.lookup(portable.arch(q.device), q.dtype, headdim, headdim_v).forward
+    arch = portable.arch(q.device)
+    tile = options.tile or config.lookup(arch, q.dtype, headdim, headdim_v).forward
     tma = portable.keys_by_descriptor(segments, options)
     args = portable.segment_arguments(segments, (q,), tile.block_k, tma=tma)
     group = nheads_q // segments[0].k.shape[2] if segments else 1
@@ -197,5 +198,5 @@ def _one_launch(
             *portable.slots(args.vs), *args.keys, *args.intervals, *state, *result,
             portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale * LOG2E, HEADDIM=headdim, HEADDIM_V=headdim_v,
             BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, TMA=tma, FENCE=tma and q.device.type == "cuda",
-            num_warps=tile.warps, num_stages=tile.stages, **flags, **args.constexprs, **portable.pads(headdim, headdim_v),
+            **config.launch_options(tile, arch), **flags, **args.constexprs, **portable.pads(headdim, headdim_v),
         )  # fmt: skip

@@ -163,9 +163,7 @@ def keys_by_descriptor(segments: Sequence[Segment], options: Options) -> bool:
     return use_descriptors([x for segment in segments for x in (segment.k, segment.v)], options)
 
 
-def segment_arguments(
-    segments: Sequence[Segment], others: Sequence[Tensor], block_k: int, *, tma: bool = False
-) -> Arguments:
+def segment_arguments(segments: Sequence[Segment], others: Sequence[Tensor], block_k: int, *, tma: bool = False) -> Arguments:
     """Arguments for `segments`; `others` (q, dout) share the alignment promise; `tma`: k and v as descriptors."""
     ks = [unit_stride(segment.k) for segment in segments]
     vs = [unit_stride(segment.v) for segment in segments]

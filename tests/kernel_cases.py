@@ -84,7 +84,8 @@ def compile_kernel(
     constexprs = {
         "SEGMENTS": segments, "CARRIED": False, "FINISH": True, "WAIT": False, "TMA": tma, "FENCE": False,
         "ALIGN": 16 // size, "PRECISION": "ieee", "HEADDIM": headdim, "HEADDIM_V": headdim_v, "BLOCK_Q": tile.block_q,
-        "BLOCK_K": tile.block_k, "HEADDIM_PAD": pad, "HEADDIM_V_PAD": pad_v, "FANOUT": 256, "VECTORS": tma, **flags,
+        "BLOCK_K": tile.block_k, "HEADDIM_PAD": pad, "HEADDIM_V_PAD": pad_v, "FANOUT": 256, "VECTORS": tma,
+        "LEAN": tile.lean, **flags,
     }  # fmt: skip
     block = tile.block_q if which == "dkv" else tile.block_k
     descriptor = lambda columns: f"tensordesc<{element}[{block},{columns}]>"  # noqa: E731
@@ -100,8 +101,7 @@ def compile_kernel(
     values |= {(i,): None for i, n in enumerate(fn.arg_names) if signature[n] == "constexpr" and n not in constexprs}
     attrs = {k: v for i, n in enumerate(fn.arg_names) for k, v in _aligned(signature[n], (i,)).items()}
     source = ASTSource(fn, signature, values, attrs)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
-    return triton.compile(source, target=TARGETS[arch], options=options)
+    return triton.compile(source, target=TARGETS[arch], options=config.launch_options(tile, arch))
 
 
 def resources(compiled: Any) -> tuple[int, int]:

@@ -14,9 +14,13 @@ import pytest
 from ringflash.kernels import config
 
 MATRIX_UNIT = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-# Bytes spilled beside the loops (addresses, epilogue) that are known and bounded; not named: none.
-KNOWN_SPILLS = {("sm_90", "dkv", 128): 128, ("sm_90", "forward", 256): 64, ("sm_90", "dq", 256): 384,
-                ("sm_90", "dkv", 256): 160}  # fmt: skip
+# Bytes still spilled (the larger of Triton 3.6 and 3.9; README.md, notes); what is not named: none.
+KNOWN_SPILLS = {
+    ("dq", 256, "plain"): 112,
+    ("dkv", 256, "plain"): 336,
+    ("dq", 128, "segments"): 152,
+    ("forward", 128, "segments"): 112,
+}
 
 # Every entry of the table for sm_90; of the others the middle head dim in 16 bits.
 JOBS = [
@@ -61,7 +65,7 @@ def test_table(built, arch, which, element, headdim):
     assert shared <= kernel_cases.SHARED_LIMIT[arch]
     if element != "fp32":
         assert text == MATRIX_UNIT[arch]
-        assert spilled <= KNOWN_SPILLS.get((arch, which, headdim), 0)
+        assert spilled <= (KNOWN_SPILLS.get((which, headdim, "plain"), 0) if arch == "sm_90" else 0)
 
 
 @pytest.mark.parametrize("which", list(kernel_cases.KERNELS))
@@ -70,4 +74,4 @@ def test_variants(built, which, name):
     shared, spilled, text = next(v for k, v in built.items() if k[1] == which and k[4] == name)
     assert shared <= kernel_cases.SHARED_LIMIT["sm_90"]
     assert text == MATRIX_UNIT["sm_90"]
-    assert spilled <= 256
+    assert spilled <= KNOWN_SPILLS.get((which, 128, name), 0)
