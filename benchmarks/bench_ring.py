@@ -34,7 +34,7 @@ class Workload:
 
     def __init__(self, tokens: int, layout: str, schedule: str, device: torch.device) -> None:
         self.cp = rf.ContextParallel(layout=layout, options=rf.Options(check="never", schedule=schedule))
-        self.batch = self.cp.batch(tokens * self.cp.size)
+        self.batch = self.cp.batch(tokens * self.cp.size, rf.Mask(causal=True))
         g = torch.Generator(device=device).manual_seed(self.cp.rank)
         make = [torch.randn(1, tokens, h, HEADDIM, device=device, generator=g) for h in (HEADS, HEADS_K, HEADS_K, HEADS)]
         self.q, self.k, self.v, self.dout = (x.to(torch.bfloat16) for x in make)

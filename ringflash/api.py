@@ -1,10 +1,13 @@
 """The one call: exact attention of this rank's queries over the keys of all ranks of a group."""
 
+import functools
+from dataclasses import replace
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringflash import checks
+from ringflash import agreement, checks
 from ringflash.autograd import attend
 from ringflash.layout import Layout
 from ringflash.mask import Mask
@@ -53,12 +56,14 @@ def attend_over(
     comm: Communicator, qkv: tuple[Tensor, Tensor, Tensor], given: checks.Given, *, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """ring_attention on a communicator."""
-    (q, k, v), ring, _ = checks.together(
+    (q, k, v), ring, _ = agreement.together(
         comm,
         lambda: _prepare(comm, qkv, given),
         facts=lambda prepared: checks.facts(*prepared[0], prepared[2]),
         check=given.check,
     )
+    if agreement.is_checked(comm):
+        ring = replace(ring, before_backward=functools.partial(agreement.same_backward, comm, comm.calls))
     out, lse = attend(q, k, v, ring=ring)
     return (out, lse) if return_lse else out
 

@@ -23,15 +23,17 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """Gradients of q, k, v from those of out and lse."""
+        if ctx.ring.before_backward is not None:
+            ctx.ring.before_backward()
         # Even if neither reached this rank the other ranks need it: the exchange must not depend on one rank's data.
         q, k, v, out, lse = ctx.saved_tensors
         with ctx.ring.running(), torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            dout = torch.zeros_like(out) if dout is None else _last_dim_contiguous(dout)
-            delta = ctx.ring.tile.delta(dout, out, dlse)
-            dq, (dk, dv) = ctx.ring.backward(dout, q, k, v, lse, delta)
+            rows = torch.zeros_like(out) if dout is None else _last_dim_contiguous(dout)
+            delta = ctx.ring.tile.delta(rows, out, dlse)
+            dq, (dk, dv) = ctx.ring.backward(rows, q, k, v, lse, delta)
             grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
         if torch.is_grad_enabled():  # create_graph=True: fine unless these gradients are differentiated in turn
-            grads = _Once.apply(*grads, q, k, v)
+            grads = _Once.apply(*grads, *(x for x in (q, k, v, dout, dlse) if x is not None))
         return *grads, None
 
 

@@ -1,15 +1,7 @@
-"""Every error a caller of attention can meet, worded here: argument, rule, value, way out.
-
-Checks agree on when they run: a collective check depends only on the call's number in its group, so that no rank can
-enter it alone. A rank with a local error sends the error in place of its facts, and every rank raises.
-"""
+"""Every error a caller can meet on one rank, worded here: argument, rule, value, way out; and what ranks then compare."""
 
 import hashlib
-import json
-import sys
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,26 +10,9 @@ from ringflash.layout import Layout, named
 from ringflash.mask import Mask
 from ringflash.options import Options
 
-T = TypeVar("T")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEADDIM = 256
-MESSAGE_BYTES = 4096  # of what one rank tells the others
-FIRST_CALLS = 16  # check="first": enough for every kind of layer of a model to be compared once
-
-
-class _Gathers(Protocol):
-    rank: int
-    size: int
-    calls: int
-    check: str
-
-    def gather_bytes(self, message: bytes, limit: int = ...) -> list[bytes]:
-        """Every rank's message, in rank order."""
-        ...
-
-    def leave_word(self, error: BaseException) -> None:
-        """Leave for the other ranks why this one will not join their exchange."""
-        ...
+MAX_SCALE = 1e30  # scores are float32
 
 
 @dataclass(frozen=True)
@@ -65,6 +40,7 @@ class Call:
     mask: Mask
     scale: float
     options: Options
+    by_name: bool = False  # the layout was a name: every rank holds the same number of tokens
 
 
 Prepared = tuple[tuple[Tensor, Tensor, Tensor], Call]
@@ -73,12 +49,13 @@ Prepared = tuple[tuple[Tensor, Tensor, Tensor], Call]
 def prepare(q: Tensor, k: Tensor, v: Tensor, given: Given, *, rank: int, size: int, meta: bool = False) -> Prepared:
     """q, k, v (in autocast's dtype where it is on) and the call, or the error of whatever is wrong on this rank."""
     layout, kv_layout, mask, options = kinds(given)
+    by_name = isinstance(layout, str)
     q, k, v = (autocast(x) for x in (q, k, v))
     tensors(q, k, v, meta=meta)
     layout = layout if isinstance(layout, Layout) else named(layout, q.shape[1] * size, size)
     kv_layout = layout if kv_layout is None else kv_layout
     kv_layout = kv_layout if isinstance(kv_layout, Layout) else named(kv_layout, k.shape[1] * size, size)
-    call = Call(layout, kv_layout, mask, scale(given.scale, q.shape[3]), options)
+    call = Call(layout, kv_layout, mask, scale(given.scale, q.shape[3]), options, by_name)
     shards(q, k, call, rank=rank, size=size)
     return (q, k, v), call
 
@@ -136,27 +113,32 @@ def shards(q: Tensor, k: Tensor, call: Call, *, rank: int, size: int) -> None:
     for name, layout in (("layout", call.layout), ("kv_layout", call.kv_layout)):
         if layout.size != size:
             raise ValueError(f"{name} must be for this ring's size: {name}.size={layout.size}, ring size {size}")
-    if q.shape[1] != call.layout.lengths[rank]:
-        raise ValueError(
-            f"q must hold this rank's tokens of the layout: rank {rank} of {call.layout!r} has "
-            f"{call.layout.lengths[rank]}, seqlen_q={q.shape[1]}; shard with the same layout"
-        )
-    if k.shape[1] != call.kv_layout.lengths[rank]:
-        raise ValueError(
-            f"k must hold this rank's tokens of the layout: rank {rank} of {call.kv_layout!r} has "
-            f"{call.kv_layout.lengths[rank]}, seqlen_k={k.shape[1]}; pass kv_layout= where keys lie otherwise than queries"
-        )
+    _length("q", q, call.layout, rank, "shard with the same layout")
+    _length("k", k, call.kv_layout, rank, "pass kv_layout= where keys lie otherwise than queries")
     call.mask.check_seqlen(max(call.layout.end, call.kv_layout.end))
     if call.mask.batch not in (None, q.shape[0]):
         raise ValueError(f"documents must be one list, or one per batch row: {call.mask.batch} lists, batch={q.shape[0]}")
+
+
+def _length(name: str, x: Tensor, layout: Layout, rank: int, way_out: str) -> None:
+    """A tensor's seqlen against the layout."""
+    length = layout.lengths[rank]
+    if x.shape[1] == length:
+        return
+    if x.shape[2] == length:
+        way_out = "dimensions 1 and 2 look swapped: the order is (batch, seqlen, nheads, headdim)"
+    found = f"seqlen_{name}={x.shape[1]}, {name}.shape={tuple(x.shape)}"
+    raise ValueError(
+        f"{name} must hold this rank's tokens of the layout: rank {rank} of {layout!r} has {length}, {found}; {way_out}"
+    )
 
 
 def scale(value: object, headdim: int) -> float:
     """The softmax scale: headdim ** -0.5 unless given."""
     if value is None:
         return headdim**-0.5
-    if isinstance(value, bool) or not isinstance(value, float | int) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"scale must be a finite number: scale={value!r:.120}")
+    if isinstance(value, bool) or not isinstance(value, float | int) or not abs(value) <= MAX_SCALE:
+        raise ValueError(f"scale must be a finite number of at most {MAX_SCALE:g}: scale={value!r:.120}")
     return float(value)
 
 
@@ -202,7 +184,7 @@ def a_layout(layout: object, seqlen: int, size: int) -> Layout:
     return chosen
 
 
-def whole(name: str, x: Tensor, dim: int, seqlen: int) -> None:
+def whole(name: str, x: Tensor, dim: int, *, seqlen: int) -> None:
     """A tensor that holds the whole sequence along dim."""
     _dimension(name, x, dim)
     if x.shape[dim] != seqlen:
@@ -221,25 +203,39 @@ def part(name: str, x: Tensor, dim: int, layout: Layout, *, rank: int) -> dict[s
             f"{name} must hold this rank's tokens along dim={dim}: rank {rank} of {layout!r} has {length}, "
             f"{name}.shape={tuple(x.shape)}"
         )
-    others = [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
+    others = str(tuple(n for i, n in enumerate(x.shape) if i != dim % x.dim()))
     needs_grad = torch.is_grad_enabled() and x.requires_grad
-    return {"dtype": str(x.dtype), "device": x.device.type, "other dimensions": others, "gradients needed": needs_grad}
+    facts: dict[str, object] = {"dim": dim % x.dim(), "dtype": str(x.dtype), "device": x.device.type}
+    return facts | {"other dimensions": others, "gradients needed": needs_grad}
 
 
 def _dimension(name: str, x: Tensor, dim: int) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor: {name} is a {type(x).__name__}")
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim must be a dimension of {name}: dim={dim}, {name}.shape={tuple(x.shape)}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be a dimension of {name}: dim={dim!r}, {name}.shape={tuple(x.shape)}")
 
 
-def labels(x: Tensor, seqlen: int, mask: Mask) -> None:
-    """Global labels, one row per sequence."""
+def labels(x: Tensor, seqlen: int, mask: Mask, *, ignore_index: int) -> None:
+    """Global integer labels, one row per sequence, of a dtype that can hold ignore_index."""
     if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != seqlen:
         found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"labels must be a global tensor (batch, seqlen={seqlen}): labels.shape={found}")
+    integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    if (
+        not isinstance(ignore_index, int)
+        or not integers
+        or not torch.iinfo(x.dtype).min <= ignore_index <= torch.iinfo(x.dtype).max
+    ):
+        raise TypeError(
+            f"labels must be integers that can hold ignore_index={ignore_index!r}: labels.dtype={x.dtype}; use int64"
+        )
     if mask.batch not in (None, len(x)):
         raise ValueError(f"documents must be one list, or one per batch row: {mask.batch} lists, labels.shape={tuple(x.shape)}")
+
+
+def _holds(dtype: torch.dtype, value: int) -> bool:
+    return torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
 
 
 def loss(per_token_loss: Tensor, targets: Tensor, grad_reduce: str, *, tokens: int) -> dict[str, object]:
@@ -252,6 +248,9 @@ def loss(per_token_loss: Tensor, targets: Tensor, grad_reduce: str, *, tokens: i
     shapes = f"per_token_loss.shape={tuple(per_token_loss.shape)}, targets.shape={tuple(targets.shape)}"
     if per_token_loss.shape != targets.shape:
         raise ValueError(f"per_token_loss and targets must have one shape (use reduction='none'): {shapes}")
+    if not per_token_loss.is_floating_point() or targets.is_floating_point() or per_token_loss.device != targets.device:
+        found = f"{per_token_loss.dtype} on {per_token_loss.device}, {targets.dtype} on {targets.device}"
+        raise TypeError(f"per_token_loss must be floating and targets integers, on one device: {found}")
     flat = targets.dim() == 1 and (tokens == 0 or targets.numel() % tokens == 0)
     if not flat and not (targets.dim() == 2 and targets.shape[1] == tokens):
         raise ValueError(f"targets must be this rank's, (batch, {tokens}) or flat: {shapes}; shift_labels makes them")
@@ -270,8 +269,9 @@ def facts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, object]:
         "headdim_v": v.shape[3],
         "dtype": str(q.dtype),
         "device": q.device.type,
-        "layout": f"{call.layout!r} #{_digest(call.layout.key)}",
-        "kv_layout": f"{call.kv_layout!r} #{_digest(call.kv_layout.key)}",
+        "equal shards": q.shape[1] if call.by_name else None,
+        "layout": (repr(call.layout), _digest(call.layout.key)),
+        "kv_layout": (repr(call.kv_layout), _digest(call.kv_layout.key)),
         "mask": mask_words(call.mask),
         "scale": call.scale,
         "options": ", ".join(f"{name}={value}" for name, value in asdict(call.options).items()),
@@ -287,85 +287,3 @@ def mask_words(mask: Mask) -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
-
-
-def together(comm: _Gathers, prepare: Callable[[], T], *, facts: Callable[[T], dict[str, object]], check: str | None) -> T:
-    """Run this rank's own checks (`prepare`), then compare the ranks: whatever is wrong on one is raised on all.
-
-    check: the mode of `Options`; None (options so wrong that they have none) is that of the last call.
-    """
-    mode = (comm.check if comm.calls else "first") if check is None else check
-    try:
-        prepared = prepare()
-    except Exception as error:  # of any kind: the other ranks must not wait for this one
-        agree(comm, error, mode)
-        raise
-    agree(comm, lambda: facts(prepared), mode)
-    return prepared
-
-
-def agree(comm: _Gathers, mine: Callable[[], dict[str, object]] | Exception, check: str) -> None:
-    """Raise `mine` if it is an error; in a checked call raise on every rank if any rank has one or its facts differ.
-
-    Counts the call. The mode is the group's, agreed in its first call, which is always compared: "first" checks the first
-    FIRST_CALLS calls of the group, "always" every one, "never" no other.
-    """
-    comm.calls += 1
-    if comm.calls == 1:
-        comm.check = check
-    elif check != comm.check and not isinstance(mine, Exception):
-        mine = ValueError(
-            f"check must stay what the group's first call said: check={check!r}, first call {comm.check!r}; "
-            "pass the same Options, or another group"
-        )
-    checked = comm.calls == 1 or comm.check == "always" or (comm.check == "first" and comm.calls <= FIRST_CALLS)
-    if comm.size > 1 and checked:
-        _exchange_facts(comm, mine)
-    elif isinstance(mine, Exception):
-        comm.leave_word(mine)  # the others are not told now: they find it when their exchange fails
-    if isinstance(mine, Exception):
-        raise mine
-
-
-def _exchange_facts(comm: _Gathers, mine: Callable[[], dict[str, object]] | Exception) -> None:
-    sent: Mapping[str, object]
-    sent = {"error": f"{type(mine).__name__}: {mine}"} if isinstance(mine, Exception) else mine() | {"check": comm.check}
-    answers = [json.loads(x) for x in comm.gather_bytes(_packed(sent), limit=MESSAGE_BYTES)]
-    try:
-        _compare(answers)
-    except (RuntimeError, ValueError):
-        if comm.calls == 1:
-            comm.calls = 0  # nothing has been agreed yet: the next call is the first again, on every rank
-        if not isinstance(mine, Exception):
-            raise
-
-
-def _packed(sent: Mapping[str, object]) -> bytes:
-    """The facts as JSON of at most MESSAGE_BYTES: texts are cut where they are too long."""
-    width, message = MESSAGE_BYTES, b""
-    while not message or len(message) > MESSAGE_BYTES:
-        message = json.dumps({name: x[:width] if isinstance(x, str) else x for name, x in sent.items()}).encode()
-        width //= 2
-    return message
-
-
-def _compare(answers: list[dict[str, object]]) -> None:
-    for other, answer in enumerate(answers):
-        if "error" in answer:
-            raise RuntimeError(f"rank {other} of the ring was called wrongly, so no rank runs: {answer['error']}")
-    for name, value in answers[0].items():
-        for other, answer in enumerate(answers):
-            if answer[name] != value:
-                raise ValueError(_differs(name, answers, other))
-
-
-def _differs(name: str, answers: list[dict[str, object]], other: int) -> str:
-    found = f"rank 0 has {answers[0][name]}, rank {other} has {answers[other][name]}"
-    if name == "call":
-        return f"every rank of the ring must make the same calls in the same order: {found}"
-    if name == "gradients needed":
-        return (
-            f"gradients must be needed on every rank of the ring or on none: {found}; a rank without tokens or labels "
-            "still takes part in backward: give it inputs that require gradients"
-        )
-    return f"{name} must be the same on every rank of the ring: {found}"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringflash import checks
+from ringflash import agreement, checks
 from ringflash.api import attend_over
 from ringflash.layout import Layout
 from ringflash.mask import Mask
@@ -33,12 +33,21 @@ class ContextParallel:
     ) -> None:
         self.group, self.layout, self.options = group, layout, options
         self._comm = communicator(group)
-        checks.together(
+        agreement.together(
             self._comm,
             lambda: (checks.layout_name(layout), checks.an_options(options)),
             facts=lambda _: {"call": "ContextParallel", "layout": layout, "options": repr(options)},
             check=checks.Given(layout, options=options).check,
         )
+
+    def __repr__(self) -> str:
+        return f"ContextParallel(rank={self.rank}, size={self.size}, layout={self.layout!r})"
+
+    def __deepcopy__(self, memo: dict) -> "ContextParallel":
+        return self  # a copy of a model talks over the same ring
+
+    def __reduce__(self) -> tuple:
+        raise TypeError("ContextParallel cannot be pickled: it holds process groups; make one in each process")
 
     @property
     def rank(self) -> int:
@@ -53,10 +62,12 @@ class ContextParallel:
     def batch(
         self,
         seqlen: int,
-        mask: Mask = Mask(causal=True),
+        mask: Mask = Mask(),
         layout: Layout | str | None = None,
     ) -> "Batch":
-        """One step's sequences: seqlen global tokens under a mask. Lengths, documents and layout may change every step.
+        """One step's sequences: seqlen global tokens under a mask (as everywhere, nothing is masked unless it says so).
+
+        Lengths, documents and layout may change every step. layout: a name, which fits any seqlen, or an rf.Layout.
 
         Raises ValueError where documents do not end at seqlen or the layout is for another length or ring size.
         """
@@ -71,13 +82,16 @@ class Batch:
     def __init__(self, cp: ContextParallel, layout: Layout, mask: Mask) -> None:
         self.cp, self.layout, self.mask = cp, layout, mask
 
+    def __repr__(self) -> str:
+        return f"Batch(rank {self.cp.rank} of {self.layout!r}, {checks.mask_words(self.mask)})"
+
     @property
     def _comm(self) -> Communicator:
         return self.cp._comm
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a whole sequence: x has seqlen entries along dim, any dtype. Differentiable."""
-        checks.whole("x", x, dim, self.layout.seqlen)
+        checks.whole("x", x, dim, seqlen=self.layout.seqlen)
         return self.layout.part(x, self.cp.rank, dim)
 
     def unshard(self, y: Tensor, dim: int = 1) -> Tensor:
@@ -85,7 +99,7 @@ class Batch:
 
         Differentiable: the gradient is that of the sum over ranks of the local losses. A collective.
         """
-        facts = {"dim": dim, "layout": repr(self.layout)}
+        facts: dict[str, object] = {"layout": (repr(self.layout), self.layout.key.hex()[:400])}
         self._together("unshard", lambda: checks.part("y", y, dim, self.layout, rank=self.cp.rank), facts)
         return _Unshard.apply(y, self._comm, self.layout, dim)  # pyright: ignore[reportReturnType]
 
@@ -109,7 +123,9 @@ class Batch:
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, scale: float | None = None) -> Tensor:
-        """Attention of this rank's queries over the whole sequence (ring_attention has shapes and errors).
+        """Attention of this rank's queries over the whole sequence: q (batch, tokens, nheads_q, headdim), k (batch, tokens,
+        nheads_k, headdim), v (batch, tokens, nheads_k, headdim_v) -> (batch, tokens, nheads_q, headdim_v). Errors as of
+        ring_attention.
 
         mask: another mask for layers that differ; a mask without documents does not inherit the batch's.
         """
@@ -124,7 +140,7 @@ class Batch:
         Shifted before sharding, so a target is right also where the next token lies on another rank; the last token of
         each document has none and gets ignore_index.
         """
-        checks.labels(labels, self.layout.seqlen, self.mask)
+        checks.labels(labels, self.layout.seqlen, self.mask, ignore_index=ignore_index)
         targets = torch.roll(labels, -1, dims=1)
         for row, bounds in enumerate(self.mask.document_rows(self.layout.seqlen)):
             ends = torch.from_numpy(bounds[1:] - 1)
@@ -170,7 +186,7 @@ class Batch:
                 self._comm.group_for(str(more["device"]))
             return {"call": call} | facts | more
 
-        checks.together(self._comm, run, facts=lambda found: found, check=mode)
+        agreement.together(self._comm, run, facts=lambda found: found, check=mode)
 
     def _total(self, x: Tensor, reducer: ProcessGroup | None) -> Tensor:
         if reducer is None:
@@ -182,7 +198,7 @@ class Batch:
         """Raise ValueError on every rank unless x holds the same bits on all: different samples in one ring are silent
         nonsense otherwise. A collective with a host synchronisation, meant for the first steps."""
         facts: dict[str, object] = {"call": "check_same", "what": name}
-        mine = checks.together(self._comm, lambda: _fingerprint(x, name), facts=lambda _: facts, check=self.cp.options.check)
+        mine = agreement.together(self._comm, lambda: _fingerprint(x, name), facts=lambda _: facts, check=self.cp.options.check)
         answers = self._comm.gather_bytes(mine)
         others = [rank for rank, answer in enumerate(answers) if answer != answers[0]]
         if others:

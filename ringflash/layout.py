@@ -5,15 +5,16 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ringflash.mask import Documents, document_bounds
+from ringflash.mask import Documents, Mask, document_bounds
 
 Array = np.ndarray
+MAX_SEQLEN = 2**40  # products of lengths and ring sizes stay far inside int64
 
 
 class Runs(NamedTuple):
@@ -101,6 +102,8 @@ class Layout:
 
     def shift(self, n: int) -> "Layout":
         """The same shards n positions later: queries that follow n extra keys (kv_layout holds those)."""
+        if isinstance(n, bool) or not isinstance(n, int | np.integer):
+            raise TypeError(f"shift must be a number of positions: shift={n!r}")
         if self.offset + n < 0:
             raise ValueError(f"shift must not make a position negative: shift={n}, first position {self.offset}")
         moved = tuple(runs._replace(first=runs.first + n) for runs in self.runs)
@@ -191,19 +194,23 @@ def _check_sizes(seqlen: int, size: int) -> None:
     for name, value, least in (("seqlen", seqlen, 0), ("size", size, 1)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(f"{name} must be an int: {name}={value!r}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}: {name}={value}")
+        if not least <= value <= MAX_SEQLEN:
+            raise ValueError(f"{name} must be in {least} ... 2**40: {name}={value}")
 
 
-@functools.lru_cache(maxsize=256, typed=True)  # typed: 8.0 must not pass because 8 did
 def named(name: str, seqlen: int, size: int) -> Layout:
     """The layout of that name: "contiguous", "zigzag" or "striped"."""
-    if name not in _GENERATORS:
+    if not isinstance(name, str) or name not in _GENERATORS:
         raise ValueError(
             f"layout must be one of {', '.join(map(repr, NAMES))} or an rf.Layout: layout={name!r}; "
             "layouts.per_document and layouts.balanced make others"
         )
     _check_sizes(seqlen, size)
+    return _named(name, int(seqlen), int(size))
+
+
+@functools.lru_cache(maxsize=256)
+def _named(name: str, seqlen: int, size: int) -> Layout:
     return _generate(name, name, np.array([0, seqlen], dtype=np.int64), size)
 
 
@@ -236,15 +243,13 @@ def per_document(layout: str, cu_seqlens: Documents | Sequence[int] | Tensor, si
     return _generate(f"per_document({layout})", layout, np.array(bounds, dtype=np.int64), size)
 
 
-class _HasWork(Protocol):
-    def row_work(self, seqlen: int) -> Array: ...
-
-
-def balanced(mask: _HasWork, seqlen: int, size: int) -> Layout:
+def balanced(mask: Mask, seqlen: int, size: int) -> Layout:
     """Equal tokens and as equal work as chunks allow, whatever the mask: chunks, heaviest first, to the idlest rank.
 
     Chunks are whole multiples of 128 positions where the sequence is long enough, so that kernels see few ragged edges.
     """
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be an rf.Mask: mask={mask!r}; for instance rf.Mask(causal=True)")
     _check_sizes(seqlen, size)
     per_rank = max(1, min(32, seqlen // (128 * size)))
     bounds = np.arange(size * per_rank + 1) * seqlen // (size * per_rank)

@@ -1,5 +1,6 @@
 """Masks: every query position sees one half-open interval of key positions, kept as few pieces affine in the position."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class Mask:
     causal: no key after the query. window=(left, right): at most that many keys before and after the query, besides the
     query itself; None is unbounded on that side. documents: cumulative lengths (0, ..., seqlen), as a host tuple or one
     tuple per batch row; queries see their own document only (a tensor is accepted; one on a GPU costs a device
-    synchronisation). prefix=n: the first n keys are visible to all.
+    synchronisation). prefix=n: the first n keys are visible to all (with causal or a right window; else they are anyway).
 
     Raises ValueError or TypeError in words for anything else: negative numbers, causal with right > 0, prefix with
     documents or with a left window, documents that do not start at 0 or descend.
@@ -67,9 +68,11 @@ class Mask:
         return self._hash  # pyright: ignore[reportAttributeAccessIssue]
 
     def _check_prefix(self, left: int | None) -> None:
-        if isinstance(self.prefix, bool) or not isinstance(self.prefix, int):
+        prefix = _integer(self.prefix)
+        if prefix is None:
             raise TypeError(f"prefix must be a number of keys: prefix={self.prefix!r}")
-        if self.prefix < 0:
+        object.__setattr__(self, "prefix", prefix)
+        if prefix < 0:
             raise ValueError(f"prefix must not be negative: prefix={self.prefix}")
         if self.documents is not None:
             raise ValueError("prefix and documents contradict: the first keys cannot be visible across documents; drop one")
@@ -140,17 +143,28 @@ class Mask:
         return work
 
 
+def _integer(x: object) -> int | None:
+    """x as an int, numpy's integers too; None if it is none (True and 1.0 are none)."""
+    if isinstance(x, bool | np.bool_):
+        return None
+    try:
+        return operator.index(x)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
 def _window(window: object) -> tuple[int | None, int | None] | None:
     if window is None:
         return None
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise TypeError(f"window must be (left, right), each a number of keys or None: window={window!r}")
-    for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+    sides = tuple(side if side is None else _integer(side) for side in window)
+    for side, given in zip(sides, window, strict=True):
+        if side is None and given is not None:
             raise TypeError(f"window must be (left, right), each a number of keys or None: window={window!r}")
         if side is not None and side < 0:
             raise ValueError(f"window must not be negative: window={tuple(window)}; None is unbounded on that side")
-    return None if tuple(window) == (None, None) else (window[0], window[1])
+    return None if sides == (None, None) else (sides[0], sides[1])
 
 
 def document_bounds(documents: Documents | Sequence | Tensor) -> Documents:
@@ -167,8 +181,11 @@ def _one_row(row: object, name: str) -> tuple[int, ...]:
     row = row.tolist() if isinstance(row, Tensor | np.ndarray) else row
     if not isinstance(row, tuple | list) or len(row) < 1:
         raise TypeError(f"{name} must be cumulative lengths (0, ..., seqlen): {row!r}")
-    if any(isinstance(x, bool) or not isinstance(x, int) for x in row):
-        raise TypeError(f"{name} must hold ints: {row!r:.120}")
+    if any(type(x) is not int for x in row):
+        integers = [y for y in (_integer(x) for x in row) if y is not None]
+        if len(integers) < len(row):
+            raise TypeError(f"{name} must hold ints: {row!r:.120}")
+        row = integers
     if row[0] != 0:
         raise ValueError(f"{name} must start at 0: {name}[0]={row[0]}; pass cumulative lengths (0, len0, len0+len1, ...)")
     for i in range(1, len(row)):

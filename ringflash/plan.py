@@ -148,13 +148,16 @@ class Plan:
         """
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = (rank, device, stream)
-        if key not in self._tables:
-            with torch.inference_mode(False), torch.no_grad():
-                rows = [r.of(rank) for r in self.rows]
-                self._tables[key] = local_intervals(
-                    rows, self.keys, seqlen_q=self.layout.lengths[rank], blocks=self.attended(rank), device=device
-                )
-        return self._tables[key]
+        if key in self._tables:
+            return self._tables[key]
+        with torch.inference_mode(False), torch.no_grad():
+            rows = [r.of(rank) for r in self.rows]
+            made = local_intervals(
+                rows, self.keys, seqlen_q=self.layout.lengths[rank], blocks=self.attended(rank), device=device
+            )
+        if all(type(x) is Tensor for pair in made.values() for x in pair):  # a tracer's fake tensors are for that call alone
+            self._tables[key] = made
+        return made
 
 
 def _turns(steps: Sequence[Step], size: int) -> tuple[tuple[Turn, ...], ...]:

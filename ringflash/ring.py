@@ -76,13 +76,17 @@ class TileLike(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """One rank's way through a plan: its place, its tile, its transport (None: a ring of one) and the softmax scale."""
+    """One rank's way through a plan: its place, its tile, its transport (None: a ring of one) and the softmax scale.
+
+    before_backward: run by backward first, where ranks compare what they are about to do.
+    """
 
     plan: Plan
     rank: int
     tile: TileLike
     transport: Transport | None
     scale: float
+    before_backward: Callable[[], None] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries over the keys of all ranks."""
@@ -105,14 +109,15 @@ class Ring:
         held, partial = self._own(k, v), {}
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         turns = self.plan.turns[self.rank]
+        alone, closing = len(turns) == 1, turns[-1]
         add = functools.partial(self._add_gradients, (dout, q, lse, delta), held)
         for turn in turns:
             moving = self._post(turn, held, partial)
             if turn.attend == self.rank:
-                add(self.rank, dq, partial if len(turns) == 1 else None)
+                add(self.rank, dq, partial if alone else None)
             elif turn.attend is not None:
                 add(turn.attend, dq, partial)
-            if turn is turns[-1] and len(turns) > 1:
+            if turn is closing and not alone:
                 add(self.rank, None, partial)
             self._land(moving, turn, held, partial)
         return dq, partial[self.rank]

@@ -180,7 +180,7 @@ def run_threads(case: Case, size: int) -> list[Results]:
 
     def one(rank: int) -> Results:
         ring = Ring(plan, rank, tile, _Mail(rank, boxes), scale)
-        return on_rank(case, rank, size, lambda q, k, v: attend(q, k, v, ring=ring, tile=tile))
+        return on_rank(case, rank, size, lambda q, k, v: attend(q, k, v, ring=ring))
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(one, range(size)))

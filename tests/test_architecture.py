@@ -23,9 +23,10 @@ LAYERS = {  # imports point one way: module or package -> what it may import of 
     "ring": "plan stats",  # plan: the types of what comes as an argument
     "autograd": "ring plan tile transport",
     "checks": "layout mask options",
-    "api": "autograd checks layout mask options plan ring tile transport",
+    "agreement": "",
+    "api": "agreement autograd checks layout mask options plan ring tile transport",
     "explain": "checks layout mask options plan tile",
-    "context": "api checks layout mask options transport",
+    "context": "agreement api checks layout mask options transport",
     "__init__": "api context explain layout mask options",
 }
 ABOVE = ("cli", "demo", "integrations")  # import anything; nothing else imports them

@@ -203,7 +203,7 @@ def test_c10_one_token_per_rank_striped(pools: Pools, size: int) -> None:
 
 
 def unshard_57() -> bool:
-    batch = rf.ContextParallel().batch(57)
+    batch = rf.ContextParallel().batch(57, rf.Mask(causal=True))
     x = torch.arange(114.0).reshape(2, 57)
     return torch.equal(batch.unshard(batch.shard(x)), x)
 
@@ -288,10 +288,11 @@ def grid() -> list[Tensor | str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     layout, _ = Case().layouts(size)
     q, k, v = (layout.part(x, rank) for x in Case().inputs()[0])
+    groups = {check: dist.new_group() for check in ("first", "always", "never")}  # the mode is the group's
     for transport, schedule, checks, deterministic, kernel in CELLS:
         options = rf.Options(transport=transport, schedule=schedule, check=checks, deterministic=deterministic, kernel=kernel)
         try:
-            found.append(rf.ring_attention(q, k, v, layout=layout, mask=CAUSAL, options=options))  # pyright: ignore
+            found.append(rf.ring_attention(q, k, v, layout=layout, mask=CAUSAL, group=groups[checks], options=options))  # pyright: ignore
         except NotImplementedError as error:
             found.append(str(error))
     return found

@@ -59,7 +59,7 @@ def test_e5_the_target_after_token_3_is_4(pools: Pools) -> None:
 
 
 def shifted() -> list[int]:
-    return rf.ContextParallel().batch(16).shift_labels(torch.arange(16)[None])[0].tolist()
+    return rf.ContextParallel().batch(16, rf.Mask(causal=True)).shift_labels(torch.arange(16)[None])[0].tolist()
 
 
 class Tiny(torch.nn.Module):
@@ -92,7 +92,7 @@ def gradients(how: str) -> tuple[float, list[Tensor]]:
     """The global mean and the gradients under a reducer that averages (DDP), or sums."""
     model: torch.nn.Module = Tiny()
     reducer = DistributedDataParallel(model) if how == "ddp" else model
-    loss, mean = losses(reducer, rf.ContextParallel().batch(23), "mean" if how == "ddp" else "sum")
+    loss, mean = losses(reducer, rf.ContextParallel().batch(23, rf.Mask(causal=True)), "mean" if how == "ddp" else "sum")
     loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     if how == "sum" and dist.is_initialized():
@@ -176,7 +176,7 @@ def mesh_order(order: list[int]) -> tuple[bool, int]:
     right = attend_in(mesh, place, len(order), Case(CAUSAL, 14))
     cp = rf.ContextParallel(mesh)
     x = torch.arange(14.0)[None]
-    batch = cp.batch(14)
+    batch = cp.batch(14, rf.Mask(causal=True))
     shard = batch.shard(x)
     return right and cp.rank == place and torch.equal(batch.unshard(shard), x), cp.rank
 
@@ -310,7 +310,7 @@ def test_g11_causal_of_8_tokens_and_4_heads(pools: Pools, size: int) -> None:
 
 def overfit(steps: int) -> list[float]:
     """Losses of training on one fixed batch of 2."""
-    model, batch = Tiny(), rf.ContextParallel().batch(23)
+    model, batch = Tiny(), rf.ContextParallel().batch(23, rf.Mask(causal=True))
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5), []
     for _ in range(steps):
         loss, mean = losses(model, batch, "sum")

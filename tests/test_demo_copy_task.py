@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import ringflash as rf
-from ringflash.demo.copy_task import BLANK, PAYLOAD, copy_mask, draw_copies, lag, sequence_length
+from ringflash.demo.copy_task import BLANK, PAYLOAD, Outcome, copy_mask, draw_copies, lag, sequence_length
+from ringflash.demo.parts import verdict
 from ringflash.demo.train import IGNORE
 
 SIZES = [2, 3, 4, 5, 7, 8, 16, 31, 32, 33, 64, 100]
@@ -44,3 +45,18 @@ def test_a_cut_shows_each_rank_its_own_shard(size: int) -> None:
     (rows,) = copy_mask(layout, cut=True).document_rows(seqlen)
     assert torch.equal(torch.repeat_interleave(torch.arange(size), torch.from_numpy(rows).diff()), owner)
     assert copy_mask(layout, cut=False) == rf.Mask(causal=True)
+
+
+def test_the_verdict_is_worded_as_what_it_is() -> None:
+    rules = "(chance is 6.2%, at most 12.5%)"
+    assert verdict(1.0, cut=False) == (True, "accuracy on fresh sequences 100.0% (at least 95%; chance is 6.2%)")
+    assert verdict(0.9, cut=False)[0] is False
+    near = f"accuracy on fresh sequences 6.2%: near chance, as it must be without the other shards {rules}"
+    above = f"accuracy on fresh sequences 40.0%: above chance, which it cannot be without the other shards {rules}"
+    assert verdict(0.0625, cut=True) == (True, near)
+    assert verdict(0.4, cut=True) == (False, above)
+
+
+def test_why_training_ended() -> None:
+    assert Outcome(100, 1.0, 0.99).ending == "stopped at step 100 of at most 400: accuracy 100%"
+    assert Outcome(400, 0.06, 0.07).ending == "all 400 steps done: accuracy 6%"

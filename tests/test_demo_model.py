@@ -13,7 +13,7 @@ SMALL = Config(vocab=11, width=24, layers=2, nheads_q=4, nheads_k=2, headdim=6, 
 
 
 def whole(seqlen: int) -> rf.Batch:
-    return rf.ContextParallel().batch(seqlen)
+    return rf.ContextParallel().batch(seqlen, rf.Mask(causal=True))
 
 
 @pytest.mark.parametrize("seqlen", [1, 7, 100])

@@ -40,3 +40,14 @@ def test_plot_writes_a_picture(tmp_path: Path) -> None:
     run = Run(ranks=2, losses=[1.0, 0.5])
     plot(tmp_path / "losses.png", run, run)
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_steps_count_from_one_and_unknown_speed_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(ranks=2, losses=[1.0, 0.5, 0.25])
+    display = Display(shown=True)
+    with display.progress("2 ranks", 3) as show:
+        show(run, "")
+    display.losses(run, run)
+    out = capsys.readouterr().out
+    assert "2 ranks  3/3  loss 0.250  - tokens/s\n" in out
+    assert [line.split()[1] for line in out.splitlines() if "0.0e+00" in line] == ["1", "2", "3"]

@@ -147,7 +147,7 @@ def test_addresses_past_two_to_the_31(session: Session) -> None:
 
 def test_no_host_synchronisation_in_a_step(session: Session) -> None:
     cp = rf.ContextParallel(options=rf.Options(check="never"))
-    batch = cp.batch(2048 * cp.size)
+    batch = cp.batch(2048 * cp.size, rf.Mask(causal=True))
     q, k, v = (torch.randn(1, 2048, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
     batch.attention(q, k, v).sum().backward()
     torch.cuda.synchronize()
@@ -160,7 +160,7 @@ def test_no_host_synchronisation_in_a_step(session: Session) -> None:
 
 def test_same_bits_every_time(session: Session) -> None:
     cp = rf.ContextParallel()
-    batch = cp.batch(1000)
+    batch = cp.batch(1000, rf.Mask(causal=True))
     whole = [torch.randn(1, 1000, h, 64, generator=torch.Generator().manual_seed(h)).cuda().bfloat16() for h in (4, 2, 2)]
 
     def grads() -> list[torch.Tensor]:
@@ -173,7 +173,7 @@ def test_same_bits_every_time(session: Session) -> None:
 
 def test_autocast_with_backward_outside(session: Session) -> None:
     cp = rf.ContextParallel()
-    batch = cp.batch(256)
+    batch = cp.batch(256, rf.Mask(causal=True))
     q, k, v = (torch.randn(1, 256 // cp.size, 2, 64, device="cuda", requires_grad=True) for _ in range(3))
     with torch.autocast("cuda", dtype=torch.bfloat16):
         out = batch.attention(q, k, v)
@@ -196,7 +196,7 @@ def test_memory_beyond_inputs_outputs_and_saved_tensors(session: Session) -> Non
     """Two K/V blocks in flight and one float32 state forward; three float32 dK/dV blocks and float32 dQ backward."""
     cp = rf.ContextParallel(options=rf.Options(check="never"))
     tokens, heads, heads_k, headdim = 4096, 8, 2, 128
-    batch = cp.batch(tokens * cp.size)
+    batch = cp.batch(tokens * cp.size, rf.Mask(causal=True))
     q, k, v = (
         torch.randn(1, tokens, h, headdim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for h in (heads, heads_k, heads_k)

@@ -68,6 +68,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> bool:
     return False
 
 
+def blocked_signals() -> set[int]:
+    return set(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
 # Results
 
 
@@ -83,6 +87,11 @@ def test_plain_torch_code_runs_unchanged_and_tensors_come_back(monkeypatch: pyte
 def test_an_explicit_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert local.rank_environment(0, 2, port=1, device=None)["OMP_NUM_THREADS"] == "7"
+
+
+def test_signals_are_blocked_only_while_a_rank_starts() -> None:
+    assert run(blocked_signals, 1) == [set()]
+    assert signal.SIGINT not in blocked_signals()
 
 
 # Failures

@@ -210,7 +210,19 @@ def test_half_set_variables_are_refused(
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit):
         command.main([str(script)])
-    assert "WORLD_SIZE is not set though RANK is" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("python -m ringflash.launch: WORLD_SIZE is not set though RANK is: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec next to this Python")
+def test_mpiexec_without_mpi4py_is_a_sentence(script: Path) -> None:
+    script.with_name("mpi4py.py").write_text("raise ImportError('none here')")
+    path = os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])
+    done = launch(script, before=(MPIEXEC, "-n", 1), env={"PYTHONPATH": path})
+    assert done.returncode == 2
+    assert done.stderr.startswith("python -m ringflash.launch: this process was started by mpiexec, and reading its rank")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec next to this Python")

@@ -124,10 +124,20 @@ def test_another_mpi_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         find_world({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"})
 
 
-def test_missing_mpi4py_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'ringflash\[mpi\]'"):
+    with pytest.raises(RuntimeError, match=r"pip install mpi4py mpich"):
         find_world({"PMI_RANK": "0", "PMI_SIZE": "2"})
+
+
+def test_end_job_aborts_only_where_mpi_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = FakeComm()
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    mpi.end_job(2)
+    use(monkeypatch, comm)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace())
+    mpi.end_job(2)
+    assert comm.aborted == [2]
 
 
 def test_an_uncaught_error_is_reported_and_aborts_once(monkeypatch: pytest.MonkeyPatch) -> None:

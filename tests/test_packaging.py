@@ -17,7 +17,8 @@ NEEDED = ("ringflash", "kernels", "launch", "pyproject.toml", "README.md", "LICE
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 CODE = """
 import importlib.util, ringflash, ringflash.cli, ringflash.demo, ringflash.kernels.reference, ringflash.launch.world
-print(ringflash.__file__, importlib.util.find_spec("kernels"), importlib.util.find_spec("launch"), sep="|")
+found = [importlib.util.find_spec(name) for name in ("kernels", "launch")]
+print(ringflash.__file__, *("absent" if spec is None else spec.origin or "namespace" for spec in found), sep="|")
 """
 
 
@@ -84,15 +85,44 @@ def fresh_python(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-@pytest.mark.parametrize("kind", ["wheel", "sdist", "editable"])
-def test_installed(kind: str, built: Path, source: Path, tmp_path: Path) -> None:
-    python = fresh_python(tmp_path / "venv")
-    what = {"wheel": [*built.glob("*.whl")], "sdist": [*built.glob("*.tar.gz")], "editable": ["-e", source]}[kind]
-    run(*PIP, "--python", python, "install", "--no-index", "--no-deps", "--no-build-isolation", *what, cwd=tmp_path)
-    file, kernels, launch = run(python, "-c", CODE, cwd=tmp_path).strip().split("|")
-    assert Path(file).is_relative_to(source if kind == "editable" else tmp_path / "venv")
-    assert (kernels, launch) == ("None", "None"), "a top-level package would shadow another of that name"
+@pytest.fixture(scope="module", params=["wheel", "sdist", "editable"])
+def installed(
+    request: pytest.FixtureRequest, built: Path, source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """How ringflash was installed, and the Python of the environment that holds it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    python = fresh_python(folder / "venv")
+    what = {"wheel": [*built.glob("*.whl")], "sdist": [*built.glob("*.tar.gz")], "editable": ["-e", source]}[request.param]
+    run(*PIP, "--python", python, "install", "--no-index", "--no-deps", "--no-build-isolation", *what, cwd=folder)
+    return request.param, python
+
+
+def test_installed(installed: tuple[str, Path], source: Path, tmp_path: Path) -> None:
+    kind, python = installed
+    file, *others = run(python, "-c", CODE, cwd=tmp_path).strip().split("|")
+    assert Path(file).is_relative_to(source if kind == "editable" else python.parent.parent)
+    # An editable install puts the tree itself on sys.path: folders without __init__.py, which any real package precedes.
+    assert others == (["namespace"] if kind == "editable" else ["absent"]) * 2
     assert "usage" in run(python.parent / "ringflash", "--help", cwd=tmp_path)
+    assert run(python.parent / "ringflash", "--version", cwd=tmp_path).split() == ["ringflash", "0.1.0"]
+
+
+def test_a_folder_called_ringflash_does_not_hide_it(installed: tuple[str, Path], tmp_path: Path) -> None:
+    """Which is what a user has who cloned the repository there."""
+    _, python = installed
+    (tmp_path / "ringflash").mkdir()
+    run(python, "-c", "import ringflash; ringflash.ContextParallel", cwd=tmp_path)
+    assert "usage" in run(python, "-m", "ringflash.cli", "--help", cwd=tmp_path)
+
+
+def test_a_package_called_kernels_is_not_hidden(installed: tuple[str, Path], tmp_path: Path) -> None:
+    """transformers imports one of that name; it is found wherever it stands on sys.path."""
+    _, python = installed
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("real = True")
+    last = "import sys, pathlib; sys.path.append(sys.argv[1]); import kernels; assert kernels.real"
+    run(python, "-c", last, tmp_path, cwd=python.parent)
+    run(python, "-c", f"import ringflash.kernels.reference; {last}", tmp_path, cwd=python.parent)
 
 
 def test_uninstalled(source: Path, tmp_path: Path) -> None:
@@ -100,3 +130,5 @@ def test_uninstalled(source: Path, tmp_path: Path) -> None:
     file = run(python, "-c", CODE, cwd=tmp_path, PYTHONPATH=str(source)).split("|")[0]
     assert Path(file).is_relative_to(source)
     assert "usage" in run(python, "-m", "ringflash.cli", "--help", cwd=tmp_path, PYTHONPATH=str(source))
+    found = run(python, "-m", "ringflash.cli", "--version", cwd=tmp_path, PYTHONPATH=str(source))
+    assert found.startswith("ringflash ")

@@ -1,6 +1,8 @@
 """Who takes part in a ring: this process's rank, the others, and process groups of the ring's own to talk over."""
 
 import datetime
+import os
+import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +23,7 @@ class Communicator:
 
     groups holds a process group of the ring's own per device type, so that its traffic never mixes with the caller's.
     calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode that the
-    ring's first call agreed.
+    ring's first call agreed. left: why this rank did not join an exchange that the others may wait for.
     """
 
     rank: int
@@ -30,6 +32,7 @@ class Communicator:
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     calls: int = 0
     check: str = "first"
+    left: str | None = None
     _side: dict[int, torch.cuda.Stream] = field(default_factory=dict)
 
     def side_stream(self) -> torch.cuda.Stream:
@@ -92,9 +95,14 @@ class Communicator:
             )
         return self.groups[device_type]
 
+    def alive(self) -> bool:
+        """Whether the ring's process groups still exist: destroy_process_group ends them with all others."""
+        return not self.groups or (dist.is_initialized() and all(g in _groups_of_torch() for g in self.groups.values()))
+
     def leave_word(self, error: BaseException) -> None:
         """Leave for the other ranks why this one will not join their exchange of this call."""
         word = f"rank {self.rank} raised in its call {self.calls}: {error}"[:1000]
+        self.left = word if self.size > 1 else None
         with suppress(RuntimeError):  # the store may be gone with its rank; the error itself must be seen
             for group in self.groups.values():
                 group.get_group_store().set(f"{_LEFT}/{self.calls}", word)
@@ -108,6 +116,10 @@ class Communicator:
                 if store.check([key]):
                     return store.get(key).decode()
         return None
+
+
+def _groups_of_torch() -> dict:
+    return dist.distributed_c10d._world.pg_map
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -126,6 +138,7 @@ def communicator(group: ProcessGroup | DeviceMesh | None = None) -> Communicator
     """
     if group is None:
         if not dist.is_initialized():
+            _warn_if_launched()
             return Communicator(0, 1, (0,))
         group = dist.group.WORLD
     parent, ranks, rank = _membership(group)
@@ -133,6 +146,17 @@ def communicator(group: ProcessGroup | DeviceMesh | None = None) -> Communicator
     if ranks not in known:
         known[ranks] = Communicator(rank, len(ranks), ranks, {} if len(ranks) == 1 else _own_groups(parent, ranks))
     return known[ranks]
+
+
+def _warn_if_launched() -> None:
+    """Several processes that each form a ring of one are seldom meant."""
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        warnings.warn(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but torch.distributed is not initialised: this rank attends alone; call "
+            "torch.distributed.init_process_group() or enter ringflash.launch.bootstrap.bootstrap() first",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _membership(group: object) -> tuple[ProcessGroup, tuple[int, ...], int]:
