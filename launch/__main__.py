@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run_as_rank(job) if launcher() != "single" else _run_here(job)
     except _BadLaunch as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: {error}\n")  # parser.error would put the usage before it, once per rank
 
 
 class _BadLaunch(ValueError):
@@ -102,9 +102,8 @@ def _run_as_rank(job: Job) -> int:
         raise _BadLaunch(str(error)) from error
     if job.nproc not in (None, world.size, world.local_size):
         raise _BadLaunch(
-            f"--nproc {job.nproc} differs from what {started_by} started: {world.size} ranks, {world.local_size} on "
-            f"this host; "
-            "leave --nproc out"
+            f"--nproc {job.nproc} differs from what {started_by} started: {world.size} ranks, {world.local_size} on this "
+            "host; leave --nproc out"
         )
     os.environ.update(torchrun_variables(world))
     if job.device == "cpu":

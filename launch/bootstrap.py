@@ -73,9 +73,8 @@ def pick_device(asked: str | torch.device | None, *, visible: int, local_rank: i
     # did.
     if visible < local_size and visible != 1:
         raise ValueError(
-            f"each rank needs its own GPU: {local_size} ranks on this host, {visible} GPUs visible; start at most "
-            f"{visible} "
-            "ranks per host, or ask for device='cpu'"
+            f"each rank needs its own GPU: {local_size} ranks on this host, {visible} GPUs visible; "
+            f"start at most {visible} ranks per host, or ask for device='cpu'"
         )
     return torch.device("cuda", local_rank if visible > 1 else 0)
 
@@ -154,9 +153,8 @@ def _wait_for_others(store: Store, timeout: float) -> None:
         store.wait(["all left"], timedelta(seconds=timeout))
     except dist.DistStoreError as error:
         raise RuntimeError(
-            f"rank 0 is done, but some rank did not leave within timeout={timeout:g} s: it died without a word or "
-            f"still works; "
-            "see its output, or give bootstrap a longer timeout"
+            f"rank 0 is done, but some rank did not leave within timeout={timeout:g} s: it died without a word or still "
+            "works; see its output, or give bootstrap a longer timeout"
         ) from error
 
 
@@ -200,8 +198,7 @@ def _require_own_gpu(store: Store, world: World, gpu: str) -> None:
     users = store.add(f"{here}/{gpu}", 0)
     if users > 1:
         raise ValueError(
-            f"each rank needs its own GPU: {users} of the {world.local_size} ranks on host {world.host} see the same "
-            f"one; "
+            f"each rank needs its own GPU: {users} of the {world.local_size} ranks on host {world.host} see the same one; "
             "start fewer ranks per host, bind one GPU to each task, or ask for device='cpu'"
         )
 

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import connection, get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
@@ -141,14 +141,22 @@ def _start(ranks: list[_Rank], variables: dict[str, str], payload: bytes) -> Non
     process = context.Process(target=_serve, args=(variables, payload, theirs), name=f"rank {len(ranks)}", daemon=False)
     # Listed before it starts, so that an interrupt in between leaves nothing that _end does not know.
     ranks.append(_Rank(len(ranks), process, ours))
-    with theirs:
-        process.start()
+    # Python's helper for spawning lets SIGINT through again when it starts, so it has to run before.
+    resource_tracker.ensure_running()
+    # A rank inherits the mask: Ctrl-C during its imports must not end it with a traceback of its own; see _serve.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        with theirs:
+            process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(variables: dict[str, str], payload: bytes, pipe: Connection) -> None:
     """What a spawned process does: become the rank, call the function, report."""
     # Ctrl-C reaches the whole terminal group; the parent decides, so that one traceback is seen and not one per rank.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     threading.Thread(target=_die_with_parent, daemon=True).start()
     os.environ.update(variables)
     # torch has been imported by now and has read OMP_NUM_THREADS already.

@@ -68,6 +68,15 @@ def abort(status: int) -> None:
     _import_mpi().COMM_WORLD.Abort(status)
 
 
+def end_job(status: int) -> None:
+    """End every rank of the mpiexec job, where MPI runs in this process: one that leaves alone would wait at exit.
+
+    Elsewhere it returns, and the caller ends this process by itself.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        abort(status)
+
+
 @dataclass(frozen=True)
 class _AbortHook:
     """A `sys.excepthook` that reports as `report` does and ends the job when the interpreter exits."""
@@ -96,7 +105,8 @@ def _import_mpi() -> Any:
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, but finds no MPI library to load
         raise RuntimeError(
             "this process was started by mpiexec, and reading its rank needs mpi4py and an MPI library: "
-            f"pip install 'ringflash[mpi]' (or start the job with torchrun); the import failed with: {error}"
+            "pip install mpi4py mpich (mpich only where the cluster has no MPI of its own), or start the job with torchrun; "
+            f"the import failed with: {error}"
         ) from error
     return MPI
 
@@ -106,9 +116,8 @@ def _require_size(env: Mapping[str, str], size: int) -> None:
     for name in SIZE_VARIABLES:
         if name in env and env[name] != str(size):
             raise ValueError(
-                f"mpiexec and mpi4py disagree on the number of ranks: {name}={env[name]}, mpi4py sees {size}; mpi4py "
-                f"is linked "
-                "with another MPI library: use that library's mpiexec, or reinstall mpi4py for this one"
+                f"mpiexec and mpi4py disagree on the number of ranks: {name}={env[name]}, mpi4py sees {size}; "
+                "mpi4py is linked with another MPI library: use that library's mpiexec, or reinstall mpi4py for this one"
             )
 
 

@@ -211,9 +211,8 @@ def _slurm_first_host(env: Mapping[str, str], size: int, local_size: int) -> str
         if env.get(name):
             return expand_hosts(env[name])[0]
     raise ValueError(
-        f"SLURM_STEP_NODELIST is not set though the {size} tasks of this srun step span several hosts; start the job "
-        f"with "
-        "srun, or export MASTER_ADDR"
+        f"SLURM_STEP_NODELIST is not set though the {size} tasks of this srun step span several hosts; "
+        "start the job with srun, or export MASTER_ADDR"
     )
 
 
@@ -251,9 +250,8 @@ def _text(env: Mapping[str, str], name: str) -> str:
         telling = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_STEP_ID")
         given = ", ".join(key for key in telling if key in env)
         raise ValueError(
-            f"{name} is not set though {given or 'other launch variables'} is: start the job with torchrun, mpiexec or "
-            f"srun, "
-            f"which set them all, or export {name} too"
+            f"{name} is not set though {given or 'other launch variables'} is: "
+            f"start the job with torchrun, mpiexec or srun, which set them all, or export {name} too"
         )
     return value
 

@@ -9,6 +9,7 @@ nothing on its own rank. Attention cut at the shards' borders stays at chance, a
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -67,8 +68,24 @@ def copy_mask(layout: rf.Layout, *, cut: bool) -> rf.Mask:
     return rf.Mask(causal=True, documents=borders if cut else None)
 
 
-def train_copy(*, ring: Ring, seed: int, cut: bool, show: Callable[[Run, str], None]) -> float:
-    """Train until the task is learnt or MAX_STEPS have passed; returns the accuracy on fresh sequences. Collective.
+@dataclass(frozen=True)
+class Outcome:
+    """What training came to: after `steps` steps it measured `latest`, and on fresh sequences `accuracy`."""
+
+    steps: int
+    latest: float
+    accuracy: float
+
+    @property
+    def ending(self) -> str:
+        """Why training ended."""
+        if self.steps < MAX_STEPS:
+            return f"stopped at step {self.steps} of at most {MAX_STEPS}: accuracy {self.latest:.0%}"
+        return f"all {MAX_STEPS} steps done: accuracy {self.latest:.0%}"
+
+
+def train_copy(*, ring: Ring, seed: int, cut: bool, show: Callable[[Run, str], None]) -> Outcome:
+    """Train until the task is learnt or MAX_STEPS have passed, then measure on fresh sequences. Collective.
 
     show is called after every step with the run so far and a note on how far it is.
     """
@@ -78,20 +95,21 @@ def train_copy(*, ring: Ring, seed: int, cut: bool, show: Callable[[Run, str], N
     batch = ring.cp.batch(seqlen, mask=recipe.mask, layout=layout)
     torch.manual_seed(seed)
     model = Decoder(CONFIG).to(ring.device)
-    latest = 0.0
+    latest: float | None = None
 
     def learnt(run: Run) -> bool:
         nonlocal latest
         if len(run.losses) % EVALUATE_EVERY == 0:
             latest = accuracy(model, batch, ring=ring, count=EVALUATED, seed=EVALUATION_SEED + len(run.losses))
-        show(run, f"accuracy {latest:.0%}")
-        return latest >= LEARNT
+        show(run, "accuracy -" if latest is None else f"accuracy {latest:.0%}")
+        return latest is not None and latest >= LEARNT
 
     def sequences(step: int) -> tuple[Tensor, Tensor]:
         return draw_copies(seqlen, count=BATCH, seed=seed * MAX_STEPS + step)
 
-    train(model, sequences, recipe, ring=ring, on_step=learnt)
-    return accuracy(model, batch, ring=ring, count=FINAL_SEQUENCES, seed=EVALUATION_SEED)
+    run = train(model, sequences, recipe, ring=ring, on_step=learnt)
+    fresh = accuracy(model, batch, ring=ring, count=FINAL_SEQUENCES, seed=EVALUATION_SEED)
+    return Outcome(len(run.losses), fresh if latest is None else latest, fresh)
 
 
 @torch.no_grad()

@@ -40,15 +40,19 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Job:
-    """All ranks of the demo: the `ring` they form, rank 0 `alone`, and `words`, a group for messages between hosts."""
+    """All ranks of the demo: the `ring` they form, rank 0 `alone`, and `words`, a group for messages between hosts.
+
+    one_host: whether they share a machine.
+    """
 
     ring: Ring
     alone: Ring | None  # None on the ranks that are not in it
     words: ProcessGroup
     display: Display
+    one_host: bool
 
     @classmethod
-    def of_world(cls, device: torch.device) -> "Job":
+    def of_world(cls, device: torch.device, *, one_host: bool) -> "Job":
         """The job of all ranks of the default process group. Collective."""
         first = dist.get_rank() == 0
         ring = Ring.of(_as_member(dist.group.WORLD), device)
@@ -58,6 +62,7 @@ class Job:
             alone=Ring.of(_as_member(only_first), device) if first else None,
             words=_as_member(dist.new_group(backend="gloo", timeout=PATIENCE)),
             display=Display(shown=first),
+            one_host=one_host,
         )
 
     def gather(self, value: int) -> list[int]:
@@ -102,6 +107,10 @@ class TextPart:
         on_gpu = job.ring.device.type == "cuda"
         memory = "peak memory per rank" if on_gpu else "peak memory per rank (whole process)"
         job.display.speeds([(ring, peaks), (alone, [alone.memory])], memory=memory)
+        if ring.ranks == 1:
+            job.display.say("NO RING RAN: one rank only, so both runs are the same (two ranks: --nproc 2)")
+        elif job.one_host and not on_gpu:
+            job.display.say("The ranks share this machine's cores, so speed does not grow with their number here.")
         if self.plot:
             plot(self.plot, ring, alone)
             job.display.say(f"loss curves: {self.plot}")
@@ -135,11 +144,22 @@ class CopyPart:
         reach = "cut at the shards' borders" if self.cut else "over the whole ring"
         job.display.say(f"[bold]Copy task[/]: source and target on different ranks, attention {reach}")
         with job.display.progress(count_ranks(job.ring.cp.size), copy_task.MAX_STEPS) as show:
-            accuracy = copy_task.train_copy(ring=job.ring, seed=self.seed, cut=self.cut, show=show)
-        passed = accuracy <= copy_task.CUT_LIMIT if self.cut else accuracy >= copy_task.MUST_PASS
-        rule = f"at most {copy_task.CUT_LIMIT:.1%}" if self.cut else f"at least {copy_task.MUST_PASS:.0%}"
-        job.display.verdict(passed, f"accuracy on fresh sequences: {accuracy:.1%} ({rule}; chance is {copy_task.CHANCE:.1%})")
+            outcome = copy_task.train_copy(ring=job.ring, seed=self.seed, cut=self.cut, show=show)
+        job.display.say(outcome.ending)
+        passed, words = verdict(outcome.accuracy, cut=self.cut)
+        job.display.verdict(passed, words)
         return job.first_says(passed)
+
+
+def verdict(accuracy: float, *, cut: bool) -> tuple[bool, str]:
+    """Whether the copy task came out as it must, and the words for it."""
+    found, chance = f"accuracy on fresh sequences {accuracy:.1%}", f"chance is {copy_task.CHANCE:.1%}"
+    if not cut:
+        return accuracy >= copy_task.MUST_PASS, f"{found} (at least {copy_task.MUST_PASS:.0%}; {chance})"
+    bound = f"({chance}, at most {copy_task.CUT_LIMIT:.1%})"
+    if accuracy <= copy_task.CUT_LIMIT:
+        return True, f"{found}: near chance, as it must be without the other shards {bound}"
+    return False, f"{found}: above chance, which it cannot be without the other shards {bound}"
 
 
 def _as_member(group: object) -> ProcessGroup:

@@ -62,7 +62,7 @@ class Display:
         table = Table("step", count_ranks(ring.ranks), count_ranks(alone.ranks), "relative difference", title="loss")
         for step in _spread(len(ring.losses), TABLE_ROWS):
             a, b = ring.losses[step], alone.losses[step]
-            table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b) / abs(b):.1e}")
+            table.add_row(str(step + 1), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b) / abs(b):.1e}")
         self.console.print(table)
         marks = "▁▂▃▄▅▆▇█" if self.console.encoding.startswith("utf") else "_.-=+*#@"
         for run in (ring, alone):
@@ -73,7 +73,7 @@ class Display:
         table = Table("run", "tokens/s", f"{memory}, MiB")
         for run, peaks in rows:
             mebibytes = "  ".join(f"{peak / 2**20:,.0f}" for peak in peaks)
-            table.add_row(count_ranks(run.ranks), f"{run.tokens_per_second:,.0f}", mebibytes)
+            table.add_row(count_ranks(run.ranks), _speed(run), mebibytes)
         self.console.print(table)
 
     def difference(self, found: Difference, bound: Difference) -> bool:
@@ -109,7 +109,12 @@ def plot(path: Path, ring: Run, alone: Run) -> None:
 
 
 def _state(run: Run, note: str) -> str:
-    return f"loss {run.losses[-1]:.3f}  {run.tokens_per_second:,.0f} tokens/s  {note}".rstrip()
+    return f"loss {run.losses[-1]:.3f}  {_speed(run)} tokens/s  {note}".rstrip()
+
+
+def _speed(run: Run) -> str:
+    """Tokens per second, which the first step does not tell."""
+    return f"{run.tokens_per_second:,.0f}" if run.tokens_per_second else "-"
 
 
 def count_ranks(count: int) -> str:
