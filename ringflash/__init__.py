@@ -1,6 +1,7 @@
 """Exact attention over sequences that span several GPUs: the same operator as on one, with bounded rounding error."""
 
 from ringflash import layout as layouts
+from ringflash import stats
 from ringflash.api import ring_attention
 from ringflash.context import Batch, ContextParallel
 from ringflash.explain import Explanation, explain
@@ -18,4 +19,5 @@ __all__ = [
     "explain",
     "layouts",
     "ring_attention",
+    "stats",
 ]

@@ -194,7 +194,7 @@ def whole(name: str, x: Tensor, dim: int, *, seqlen: int) -> None:
         )
 
 
-def part(name: str, x: Tensor, dim: int, layout: Layout, *, rank: int) -> dict[str, object]:
+def part(name: str, x: Tensor, dim: int, *, layout: Layout, rank: int) -> dict[str, object]:
     """A tensor that holds a rank's tokens along dim; returns what of it must agree between ranks."""
     _dimension(name, x, dim)
     length = layout.lengths[rank]
@@ -272,7 +272,7 @@ def facts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, object]:
         "equal shards": q.shape[1] if call.by_name else None,
         "layout": (repr(call.layout), _digest(call.layout.key)),
         "kv_layout": (repr(call.kv_layout), _digest(call.kv_layout.key)),
-        "mask": mask_words(call.mask),
+        "mask": (mask_words(call.mask), _digest(repr(call.mask).encode())),
         "scale": call.scale,
         "options": ", ".join(f"{name}={value}" for name, value in asdict(call.options).items()),
         "gradients needed": needs_grad,
@@ -280,9 +280,16 @@ def facts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, object]:
 
 
 def mask_words(mask: Mask) -> str:
-    """A mask in one short line; documents by digest."""
-    documents = "None" if mask.documents is None else f"#{_digest(repr(mask.documents).encode())}"
-    return f"Mask(causal={mask.causal}, window={mask.window}, documents={documents}, prefix={mask.prefix})"
+    """A mask in one short line; documents by their number."""
+    words = [f"causal={mask.causal}", f"window={mask.window}", f"documents={_count_documents(mask)}", f"prefix={mask.prefix}"]
+    return f"Mask({', '.join(words)})"
+
+
+def _count_documents(mask: Mask) -> str:
+    if mask.documents is None:
+        return "None"
+    counts = {len(row) - 1 for row in mask.document_rows(0)}
+    return f"{'/'.join(map(str, sorted(counts)))} of them" + (f" in each of {mask.batch} rows" if mask.batch else "")
 
 
 def _digest(data: bytes) -> str:

@@ -100,7 +100,7 @@ class Batch:
         Differentiable: the gradient is that of the sum over ranks of the local losses. A collective.
         """
         facts: dict[str, object] = {"layout": (repr(self.layout), self.layout.key.hex()[:400])}
-        self._together("unshard", lambda: checks.part("y", y, dim, self.layout, rank=self.cp.rank), facts)
+        self._together("unshard", lambda: checks.part("y", y, dim, layout=self.layout, rank=self.cp.rank), facts)
         return _Unshard.apply(y, self._comm, self.layout, dim)  # pyright: ignore[reportReturnType]
 
     def positions(self, restart: bool = False, device: torch.device | str | None = None) -> Tensor:

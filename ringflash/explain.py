@@ -55,12 +55,18 @@ class Explanation:
             f"kernel     {self.kernel}",
             f"transport  {self.transport}",
             f"schedule   {self.schedule}",
-            f"work       {self.flops / 1e9:.3g} GFLOP forward on this rank; busiest rank {self.imbalance:.3f} x the mean",
+            f"work       {_count(self.flops, 1000, ('', 'k', 'M', 'G', 'T', 'P'))}FLOP forward on this rank; busiest rank {self.imbalance:.3f} x the mean",
             f"buffers    {_size(self.buffer_bytes)} for blocks in flight, forward",
             "step  attends  visible pairs    sends  receives  backward also sends  receives",
         ]
         for t, s in enumerate(self.steps):
-            block = "-" if s.attends is None else str(s.attends)
+            block = (
+                "home"
+                if s.attends is None and s.grad_bytes_sent + s.grad_bytes_received
+                else "-"
+                if s.attends is None
+                else s.attends
+            )
             lines.append(
                 f"{t:>4}  {block:>7}  {s.pairs:>13,}  {_size(s.bytes_sent):>7}  {_size(s.bytes_received):>8}"
                 f"  {_size(s.grad_bytes_sent):>19}  {_size(s.grad_bytes_received):>8}"
@@ -143,8 +149,12 @@ def _steps(plan: Plan, rank: int, per_token: int, itemsize: int) -> tuple[StepRe
 
 
 def _size(n: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if n < 1024:
-            return f"{n:.3g} {unit}" if unit != "B" else f"{n} B"
-        n /= 1024  # pyright: ignore[reportAssignmentType]
-    return f"{n:.3g} GiB"
+    return _count(n, 1024, ("B", "KiB", "MiB", "GiB"))
+
+
+def _count(n: float, base: int, units: tuple[str, ...]) -> str:
+    """A number in the unit that keeps it short."""
+    power = 0
+    while n >= base and power < len(units) - 1:
+        n, power = n / base, power + 1
+    return f"{n:.4g} {units[power]}"

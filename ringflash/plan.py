@@ -212,7 +212,7 @@ def _choose(needs: Needs) -> tuple[str, str]:
     needed = sum(sum(row) for row in needs) - sum(needs[r][r] for r in range(size))
     if needed < hops:
         return "direct", f"moves {needed} blocks, rotate would move {hops}"
-    return "rotate", f"moves {hops} blocks between neighbours, direct no fewer"
+    return "rotate", f"moves {hops} blocks between neighbours; direct would move as many"
 
 
 def make_plan(layout: Layout, mask: Mask, kv_layout: Layout | None = None, *, schedule: str = "auto") -> Plan:

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LOG2E = math.log2(math.e)
-LN2 = math.log(2)
+from ringflash.kernels.reference import LN2, LOG2E, finish_state
+
+__all__ = ["LN2", "LOG2E", "State", "empty", "finish", "from_border", "merge"]
 
 
 class State(NamedTuple):
@@ -50,8 +51,7 @@ def merge(a: State, b: State) -> State:
 
 def finish(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Border form: out = acc / sum in `dtype`, lse = ln 2 * (max + log2 sum) in float32."""
-    divisor = state.sum.masked_fill(state.sum == 0, 1.0).transpose(1, 2)[..., None]
-    return (state.acc / divisor).to(dtype), (state.max + torch.log2(state.sum)) * LN2
+    return finish_state(state, dtype)
 
 
 def from_border(out: Tensor, lse: Tensor) -> State:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {  # imports point one way: module or package -> what it may import of ringflash
     "mask": "",
     "layout": "mask",
-    "stats": "",
+    "stats": "kernels",
     "options": "",
     "intervals": "layout mask",
     "plan": "intervals layout mask",
@@ -27,7 +27,7 @@ LAYERS = {  # imports point one way: module or package -> what it may import of 
     "api": "agreement autograd checks layout mask options plan ring tile transport",
     "explain": "checks layout mask options plan tile",
     "context": "agreement api checks layout mask options transport",
-    "__init__": "api context explain layout mask options",
+    "__init__": "api context explain layout mask options stats",
 }
 ABOVE = ("cli", "demo", "integrations")  # import anything; nothing else imports them
 DISTRIBUTED = ("transport", "launch", "api", "context", *ABOVE)  # who may know torch.distributed
