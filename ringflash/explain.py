@@ -50,23 +50,19 @@ class Explanation:
         return max(self.pairs_per_rank) / mean if mean else 1.0
 
     def __str__(self) -> str:
+        flops = _count(self.flops, 1000, ("", "k", "M", "G", "T", "P"))
         lines = [
             f"rank {self.rank} of {self.size}: {self.layout}, {self.mask}",
             f"kernel     {self.kernel}",
             f"transport  {self.transport}",
             f"schedule   {self.schedule}",
-            f"work       {_count(self.flops, 1000, ('', 'k', 'M', 'G', 'T', 'P'))}FLOP forward on this rank; busiest rank {self.imbalance:.3f} x the mean",
+            f"work       {flops}FLOP forward on this rank; busiest rank {self.imbalance:.3f} x the mean",
             f"buffers    {_size(self.buffer_bytes)} for blocks in flight, forward",
             "step  attends  visible pairs    sends  receives  backward also sends  receives",
         ]
         for t, s in enumerate(self.steps):
-            block = (
-                "home"
-                if s.attends is None and s.grad_bytes_sent + s.grad_bytes_received
-                else "-"
-                if s.attends is None
-                else s.attends
-            )
+            going_home = s.attends is None and s.grad_bytes_sent + s.grad_bytes_received > 0
+            block = "home" if going_home else "-" if s.attends is None else str(s.attends)
             lines.append(
                 f"{t:>4}  {block:>7}  {s.pairs:>13,}  {_size(s.bytes_sent):>7}  {_size(s.bytes_received):>8}"
                 f"  {_size(s.grad_bytes_sent):>19}  {_size(s.grad_bytes_received):>8}"

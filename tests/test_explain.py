@@ -68,7 +68,7 @@ def test_the_report_is_readable() -> None:
         "rank 0 of 4: Layout(zigzag, seqlen=65536, size=4), Mask(causal=True",
         "kernel     triton (as on a GPU: meta tensors)",
         "transport  p2p",
-        "schedule   rotate (moves 12 blocks between neighbours, direct no fewer)",
+        "schedule   rotate (moves 12 blocks between neighbours; direct would move as many)",
         "busiest rank 1.000 x the mean",
         "step  attends  visible pairs",
         "12 MiB",
