@@ -168,7 +168,7 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse, delta, ks, vs, k_strides,
                 SEGMENTS: tl.constexpr, WAIT: tl.constexpr, TMA: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
                 HEADDIM: tl.constexpr, HEADDIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
                 HEADDIM_PAD: tl.constexpr, HEADDIM_V_PAD: tl.constexpr, FANOUT: tl.constexpr,
-                VECTORS: tl.constexpr, LEAN: tl.constexpr):  # fmt: skip
+                VECTORS: tl.constexpr):  # fmt: skip
     seqlen_q, nheads_q, group = blocks.size32(sizes[0]), blocks.size32(sizes[1]), blocks.size32(sizes[2])
     key_blocks = blocks.size32(sizes[5])
     block, head = blocks.schedule(tl.program_id(0), key_blocks, blocks.size32(sizes[3]), blocks.size32(sizes[4]))
@@ -199,7 +199,7 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse, delta, ks, vs, k_strides,
         dv = tl.zeros([BLOCK_K, HEADDIM_V_PAD], tl.float32)
         # The group's heads one after the other in one pipelined loop; counters, since divisions cost registers and time.
         h, m0 = hk * group, blocks.lo_edge(lo, full_lo, full_hi)
-        for _ in tl.range(0, group * blocks.edge_count(lo, full_lo, full_hi, hi, BLOCK_Q), num_stages=1 if LEAN else None):
+        for _ in tl.range(0, group * blocks.edge_count(lo, full_lo, full_hi, hi, BLOCK_Q)):
             row_at = (b * nheads_q + h) * seqlen_q
             q_at = blocks.slice_at(q_strides, b, h, ALIGN, TMA)
             dout_at = blocks.slice_at(dout_strides, b, h, ALIGN, TMA)
@@ -210,7 +210,8 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse, delta, ks, vs, k_strides,
             h += again.to(tl.int32)
         # The first head again: m0 < hi says that there were edges. Told so, the compiler keeps nothing in registers for it.
         h, m0 = h - tl.where(m0 < hi, group, 0), full_lo
-        for _ in tl.range(0, group * ((full_hi - full_lo) // BLOCK_Q)):
+        # full_hi <= hi: the minimum keeps the compiler from carrying the count of blocks, which it knows, through the first loop.
+        for _ in tl.range(0, group * ((tl.minimum(full_hi, hi) - full_lo) // BLOCK_Q)):
             row_at = (b * nheads_q + h) * seqlen_q
             q_at = blocks.slice_at(q_strides, b, h, ALIGN, TMA)
             dout_at = blocks.slice_at(dout_strides, b, h, ALIGN, TMA)
@@ -360,6 +361,6 @@ def launch_dkv(
             tuple(dv for _, dv in dkv),
             portable.encode(*seqlens_k), portable.encode(seqlen_q, nheads_q, group, heads, chunk, key_blocks), scale,
             TMA=tma, HEADDIM=headdim, HEADDIM_V=headdim_v, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, FANOUT=256,
-            VECTORS=vectors, LEAN=tile.lean, **config.launch_options(tile, arch), **args.constexprs,
+            VECTORS=vectors, **config.launch_options(tile, arch), **args.constexprs,
             **portable.pads(headdim, headdim_v),
         )  # fmt: skip

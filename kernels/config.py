@@ -6,13 +6,13 @@ import torch
 
 
 class Tile(NamedTuple):
-    """One kernel's block sizes and launch options; `lean` trades a little speed for registers where they would spill."""
+    """One kernel's block sizes and launch options; `register_usage`: how freely ptxas may use registers, 0 to 10."""
 
     block_q: int
     block_k: int
     warps: int
     stages: int
-    lean: bool = False
+    register_usage: int | None = None
 
 
 class Tiles(NamedTuple):
@@ -26,8 +26,8 @@ class Tiles(NamedTuple):
 # (arch, itemsize, headdim padded to 64, 128 or 256). "cpu" is Triton's interpreter: small, so that tests see many blocks.
 TABLE: dict[tuple[str, int, int], Tiles] = {
     ("sm_90", 2, 64): Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-    ("sm_90", 2, 128): Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3, lean=True)),
-    ("sm_90", 2, 256): Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2, lean=True)),
+    ("sm_90", 2, 128): Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3, register_usage=0)),
+    ("sm_90", 2, 256): Tiles(Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
     ("sm_90", 4, 64): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 4, 2)),
     ("sm_90", 4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     ("sm_90", 4, 256): Tiles(Tile(16, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
@@ -58,8 +58,8 @@ def padded(headdim: int) -> int:
 def launch_options(tile: Tile, arch: str) -> dict[str, int | str]:
     """What a launch, or triton.compile, is told beside the arguments."""
     options: dict[str, int | str] = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
-    if tile.lean and arch.startswith("sm_"):
-        options["ptx_options"] = "--register-usage-level=0"
+    if tile.register_usage is not None and arch.startswith("sm_"):
+        options["ptx_options"] = f"--register-usage-level={tile.register_usage}"
     return options
 
 

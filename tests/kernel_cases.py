@@ -85,7 +85,7 @@ def compile_kernel(
         "SEGMENTS": segments, "CARRIED": False, "FINISH": True, "WAIT": False, "TMA": tma, "FENCE": False,
         "ALIGN": 16 // size, "PRECISION": "ieee", "HEADDIM": headdim, "HEADDIM_V": headdim_v, "BLOCK_Q": tile.block_q,
         "BLOCK_K": tile.block_k, "HEADDIM_PAD": pad, "HEADDIM_V_PAD": pad_v, "FANOUT": 256, "VECTORS": tma,
-        "LEAN": tile.lean, **flags,
+        **flags,
     }  # fmt: skip
     block = tile.block_q if which == "dkv" else tile.block_k
     descriptor = lambda columns: f"tensordesc<{element}[{block},{columns}]>"  # noqa: E731
@@ -151,9 +151,9 @@ def poison(x: Tensor, begin: Tensor, end: Tensor) -> Tensor:
 
 
 def random_case(seqlen_q: int, seqlens_k: tuple[int, ...], *, seed: int = 0, batch: int = 2, nheads: tuple[int, int] = (4, 2),
-                headdims: tuple[int, int] = (16, 16), dtype: torch.dtype = torch.float32, shared: bool = False
-                ) -> Case:  # fmt: skip
-    """A case; `shared` intervals have one row for the whole batch."""
+                headdims: tuple[int, int] = (16, 16), dtype: torch.dtype = torch.float32, shared: bool = False,
+                causal: bool = False) -> Case:  # fmt: skip
+    """A case; `shared` intervals have one row for the whole batch, `causal` ones end one key further from row to row."""
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(*shape: int) -> Tensor:
@@ -162,6 +162,8 @@ def random_case(seqlen_q: int, seqlens_k: tuple[int, ...], *, seed: int = 0, bat
     segments = []
     for seqlen_k in seqlens_k:
         begin, end = intervals(seqlen_q, seqlen_k, 1 if shared else batch, generator)
+        if causal:
+            begin, end = torch.zeros_like(begin), (torch.arange(seqlen_q).int() + 1).clamp(max=seqlen_k).expand_as(end).contiguous()
         k, v = (numbers(batch, seqlen_k, nheads[1], d) for d in headdims)
         segments.append(Segment(poison(k, begin, end), poison(v, begin, end), begin, end))
     return Case(numbers(batch, seqlen_q, nheads[0], headdims[0]), numbers(batch, seqlen_q, nheads[0], headdims[1]), segments)

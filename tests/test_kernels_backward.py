@@ -6,7 +6,7 @@ import torch
 from kernel_cases import SHAPES, Case, assert_close, interpreted, random_case, spread
 from torch import Tensor
 
-from ringflash.kernels import backward, portable, reference
+from ringflash.kernels import backward, config, portable, reference
 
 
 @pytest.mark.skipif(kernel_cases.INTERPRETED, reason="this is that process")
@@ -48,6 +48,17 @@ def test_against_reference(shape, tma):
 @pytest.mark.parametrize("seed", range(6))
 def test_random_intervals(seed):
     check(random_case(29 + seed, (60, 30), seed=seed, batch=1, nheads=(2, 1)), portable.Options(tma=seed % 2 == 0))
+
+
+@interpreted
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("which", ["dq", "dkv"])
+def test_blocks_of_the_table(which, headdim):
+    """The block shapes that GPUs get, with several blocks of each kind; the head dim does not matter here."""
+    tile = config.TABLE["sm_90", 2, headdim]._asdict()[which]
+    check(random_case(230, (270,), batch=1, nheads=(2, 1)), portable.Options(tile=tile, tma=True))
+    causal = random_case(230, (270,), batch=1, nheads=(2, 1), causal=True)
+    check(causal, portable.Options(tile=tile, tma=True))
 
 
 @interpreted
