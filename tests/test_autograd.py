@@ -251,6 +251,25 @@ def test_f10_expanded_inputs(pools: Pools, size: int) -> None:
 # Twice
 
 
+def penalty_downstream() -> str:
+    """A gradient penalty differentiated in a parameter behind attention only: it reaches dout and no input of attention."""
+    (q, k, v), _ = local()
+    v = v.requires_grad_()
+    p = torch.ones(v.shape[-1], requires_grad=True)
+    loss = (attend(q, k, v) * p).square().sum()
+    (g,) = torch.autograd.grad(loss, v, create_graph=True)
+    try:
+        torch.autograd.grad(loss + g.square().sum(), p)
+    except NotImplementedError as error:
+        return str(error)
+    return "a gradient without the penalty"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_b10_not_even_through_what_is_behind_attention(pools: Pools, size: int) -> None:
+    assert all("not differentiable twice" in found for found in shared(pools, size, penalty_downstream))
+
+
 def twice(create_graph: bool) -> str:
     q, k, v = leaves()
     out = attend(q, k, v)

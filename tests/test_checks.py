@@ -262,6 +262,49 @@ def test_a_rank_whose_backward_fails_is_named(pools: Pools) -> None:
     assert seconds < 6.0
 
 
+def backward_in_another_order() -> Any:
+    call = {**good(), "group": dist.new_group()}
+    call["q"] = call["q"].requires_grad_()
+    first, second = (rf.ring_attention(**call).sum() for _ in range(2))  # pyright: ignore[reportAttributeAccessIssue]
+    return raised(lambda: (second if dist.get_rank() == 1 else first).backward())
+
+
+def test_backward_passes_in_another_order_are_told_to_all(pools: Pools) -> None:
+    for found in pools.run(2, backward_in_another_order):
+        assert found[0] == "RuntimeError", found
+        assert "backward passes in the same order: rank 0 is at that of call 1, rank 1 at that of call 2" in found[1]
+
+
+def skips_a_bad_batch(seconds: float) -> Any:
+    """Behind the checked calls, rank 1 catches its own mistake and goes on with the next call."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
+    call = {**good(), "group": group}
+    for _ in range(agreement.FIRST_CALLS):
+        rf.ring_attention(**call)
+    if dist.get_rank() == 1:
+        raised(lambda: rf.ring_attention(**{**call, "scale": "big"}))
+    return raised(lambda: rf.ring_attention(**call))
+
+
+def test_a_rank_that_skips_a_bad_batch_is_not_paired_with_the_wrong_call(pools: Pools) -> None:
+    (left, skipped) = pools.run(2, skips_a_bad_batch, 3.0)
+    assert left[0] == "ExchangeError", left
+    assert "rank 1 raised in its call 17" in left[1]
+    assert "this ring is out of step since rank 1 raised in its call 17" in skipped[1], skipped
+
+
+def destroyed() -> Any:
+    cp = rf.ContextParallel(dist.new_group())  # pyright: ignore[reportArgumentType]
+    dist.destroy_process_group(cp._comm.groups["cpu"])
+    call = good()
+    return raised(lambda: cp.batch(TOKENS * SIZE, CAUSAL).attention(call["q"], call["k"], call["v"]))
+
+
+def test_a_destroyed_ring_is_named(pools: Pools) -> None:
+    for found in pools.run(2, destroyed):
+        assert "this ring's process group was destroyed: make a new ContextParallel" in found[1], found
+
+
 def caught_then_lost(seconds: float) -> tuple[Any, Any]:
     """An error in a checked call, caught on all ranks; later rank 1 stays away for another reason."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))

@@ -1,5 +1,7 @@
 """ContextParallel and Batch: shards and back, positions, labels, the loss that is scaled right, other masks, wrong samples."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -360,3 +362,29 @@ def one_rank_wrong(call: str) -> str:
 def test_a_mistake_of_one_rank_is_told_to_all(pools: Pools, call: str, words: str) -> None:
     for told in pools.run(2, one_rank_wrong, call):
         assert words in told
+
+
+def copies() -> bool:
+    """A copy of a model that holds a ring talks over the same ring."""
+    model = torch.nn.Linear(2, 2)
+    model.cp = rf.ContextParallel()  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="ContextParallel cannot be pickled: it holds process groups"):
+        pickle.dumps(model.cp)
+    return copy.deepcopy(model).cp is model.cp
+
+
+def test_copies_share_the_ring(pools: Pools) -> None:
+    assert all(pools.run(2, copies))
+    assert copies()
+
+
+def test_what_is_printed_says_what_it_is() -> None:
+    cp = rf.ContextParallel()
+    assert repr(cp) == "ContextParallel(rank=0, size=1, layout='zigzag')"
+    assert repr(cp.batch(8, CAUSAL)).startswith("Batch(rank 0 of Layout(zigzag, seqlen=8, size=1), Mask(causal=True")
+
+
+def test_a_launched_process_without_a_group_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(RuntimeWarning, match="WORLD_SIZE=2, but torch.distributed is not initialised: this rank attends alone"):
+        rf.ContextParallel()

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ring_cases import LAYOUTS, make_layout
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringflash as rf
 from ringflash.plan import Plan, make_plan
@@ -255,3 +256,11 @@ def test_a_new_packed_batch_of_100k_tokens_costs_under_a_millisecond(name: str) 
     rng = random.Random(name)
     batches = [(0, *sorted(rng.sample(range(1, 100_000), 65)), 100_000) for _ in range(30)]
     assert min(new_batch(name, cu) for cu in batches) < 1e-3
+
+
+def test_a_tracers_tensors_are_not_kept() -> None:
+    """What a fake-tensor mode made must not serve a real call."""
+    plan = make_plan(rf.layouts.striped(23, 2), rf.Mask(causal=True, window=(7, None)))
+    with FakeTensorMode():
+        plan.intervals(1, torch.device("cpu"))
+    assert all(type(x) is torch.Tensor for pair in plan.intervals(1, torch.device("cpu")).values() for x in pair)
