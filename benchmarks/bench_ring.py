@@ -4,16 +4,19 @@
 
 Prints TFLOP/s per GPU of the slowest rank and the ratio ring / baseline for forward and forward+backward, isolated calls
 and back to back, with peak memory; appends one line per row to benchmarks/results/bench_ring.jsonl.
+--commit HASH says what was measured on a machine without git.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import timing
 import torch
 import torch.distributed as dist
+from cases import HEADDIM, NHEADS_K, NHEADS_Q
 from torch import Tensor
 
 import ringflash as rf
@@ -21,7 +24,6 @@ from ringflash.launch.bootstrap import bootstrap
 from ringflash.plan import make_plan
 from ringflash.tile import pick
 
-HEADS, HEADS_K, HEADDIM = 32, 8, 128
 PROTOCOL = (
     "median of {repeats} after {warmup} warm-ups, CUDA events, slowest rank; isolated: barrier and host synchronisation "
     "before each call; back to back: {burst} calls between two events; baseline: one launch per pass, all keys local"
@@ -36,7 +38,9 @@ class Workload:
         self.cp = rf.ContextParallel(layout=layout, options=rf.Options(check="never", schedule=schedule))
         self.batch = self.cp.batch(tokens * self.cp.size, rf.Mask(causal=True))
         g = torch.Generator(device=device).manual_seed(self.cp.rank)
-        make = [torch.randn(1, tokens, h, HEADDIM, device=device, generator=g) for h in (HEADS, HEADS_K, HEADS_K, HEADS)]
+        make = [
+            torch.randn(1, tokens, h, HEADDIM, device=device, generator=g) for h in (NHEADS_Q, NHEADS_K, NHEADS_K, NHEADS_Q)
+        ]
         self.q, self.k, self.v, self.dout = (x.to(torch.bfloat16) for x in make)
         for x in (self.q, self.k, self.v):
             x.requires_grad_()
@@ -49,7 +53,7 @@ class Workload:
             self.tile.segment(gathered[0][block], gathered[1][block], *intervals[block])
             for block in plan.attended(self.cp.rank)
         ]
-        self.flops = 4 * HEADS * HEADDIM * sum(int(x) for x in plan.work(self.cp.rank))
+        self.flops = timing.attention_flops(sum(int(x) for x in plan.work(self.cp.rank)), NHEADS_Q, HEADDIM)
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.cp.size)]
@@ -114,7 +118,7 @@ def check(work: Workload) -> float:
     return max(off)
 
 
-def measure(tokens: int, args: argparse.Namespace, device: torch.device) -> list[dict]:
+def measure(tokens: int, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """All rows of one size, ring and baseline alternating so that both see the same clocks."""
     work = Workload(tokens, args.layout, args.schedule, device)
     error = check(work)
@@ -125,7 +129,8 @@ def measure(tokens: int, args: argparse.Namespace, device: torch.device) -> list
     ):
         for how, clock in (("isolated", isolated), ("back to back", back_to_back)):
             for _ in range(WARMUP):
-                base(), ring()
+                base()
+                ring()
             times = [(clock(base), clock(ring)) for _ in range(2)]
             base_ms, ring_ms = (min(x) for x in zip(*times, strict=True))
             tera = factor * work.flops / 1e9
@@ -153,6 +158,7 @@ def main() -> None:
     parser.add_argument("--layout", default="zigzag")
     parser.add_argument("--schedule", default="auto")
     parser.add_argument("--out", type=Path, default=timing.RESULTS, help="folder of the result lines")
+    timing.add_commit(parser)
     args = parser.parse_args()
     protocol = PROTOCOL.format(repeats=REPEATS, warmup=WARMUP, burst=BURST)
     with bootstrap(device="cuda") as session:
@@ -165,7 +171,7 @@ def main() -> None:
                         f"peak {row['peak_memory_bytes'] / 2**20:.0f} MiB",
                         flush=True,
                     )
-                    timing.append_lines("bench_ring", [row], protocol=protocol, folder=args.out)
+                    timing.append("bench_ring", [row], protocol=protocol, commit=args.commit, folder=args.out)
 
 
 if __name__ == "__main__":

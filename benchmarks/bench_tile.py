@@ -1,6 +1,6 @@
 """The tile on one GPU: right first, then how fast.
 
-python benchmarks/bench_tile.py [--check] [--peers sdpa-flash,cudnn] [--sweep]
+python benchmarks/bench_tile.py [--check] [--peers sdpa-flash,cudnn] [--sweep] [--commit HASH]
 """
 
 import argparse
@@ -23,7 +23,7 @@ PEERS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATT
 SWEEP = {
     "forward": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3)),
     "dq": ((128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2)),
-    "dkv": ((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 8, 3)),
+    "dkv": ((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3, 0), (64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 8, 3)),
 }
 
 
@@ -78,12 +78,12 @@ def poisoned(x: Tensor, begin: Tensor, end: Tensor) -> Tensor:
     return buffer[:, : x.shape[1]]
 
 
-def check_one(name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, intervals: tuple[Tensor, Tensor], tma: bool | None,
-              tiles: dict[str, Tile]) -> bool:  # fmt: skip
+def check_one(name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, intervals: tuple[Tensor, Tensor],
+              tma: bool | None) -> bool:  # fmt: skip
     """Compare with float64; 16-bit outputs may differ by 1%, float32 ones (gradients too) by 1e-5."""
     begin, end = intervals
     half = k.shape[1] // 2 + 3
-    options = {n: portable.Options(tile=tiles.get(n), tma=tma) for n in ("forward", "dq", "dkv")}
+    options = dict.fromkeys(SWEEP, portable.Options(tma=tma))
     expected = dense(q, k, v, dout, begin, end)
     k, v = poisoned(k, begin, end), poisoned(v, begin, end)
     parts = [Segment(k[:, :half], v[:, :half], begin.clamp(max=half), end.clamp(max=half)),
@@ -98,7 +98,7 @@ def check_one(name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, interval
     return right
 
 
-def check(names: list[str], headdims: list[int], tiles: dict[str, Tile] | None = None) -> bool:
+def check(names: list[str], headdims: list[int]) -> bool:
     """Shapes, masks, dtypes, both ways of loading; prints out, lse, dq, dk, dv errors."""
     right = True
     for dtype in (getattr(torch, name) for name in names):
@@ -111,7 +111,7 @@ def check(names: list[str], headdims: list[int], tiles: dict[str, Tile] | None =
                 intervals = cases.Case("", n, kind).intervals() if kind == "causal" else random_intervals(n, n, 1)
                 for tma in (None, False):
                     name = f"{str(dtype)[6:]} {headdim}/{headdim_v} {kind} {'tma' if tma is None else 'ptr'}"
-                    right &= check_one(name, q, k, v, dout, intervals, tma, tiles or {})
+                    right &= check_one(name, q, k, v, dout, intervals, tma)
     return right
 
 
@@ -201,6 +201,7 @@ def main() -> int:
     parser.add_argument("--cases", type=lambda s: s.split(","), default=list(cases.CASES))
     parser.add_argument("--warm", type=float, default=50)
     parser.add_argument("--rep", type=float, default=200)
+    timing.add_commit(parser)
     args = parser.parse_args()
     if not check(args.dtypes, args.headdims):
         return 1
@@ -215,7 +216,7 @@ def main() -> int:
             lines += time_case(case, args, (*SWEEP, "backward"), options, "ringflash")
             for peer in args.peers if case.kind in ("causal", "full") else ():
                 lines += time_peer(case, args, peer)
-    timing.append("bench_tile", lines, warm=args.warm, rep=args.rep)
+    timing.append("bench_tile", lines, protocol=timing.PROTOCOL.format(warm=args.warm, rep=args.rep), commit=args.commit)
     return 0
 
 

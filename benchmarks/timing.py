@@ -1,5 +1,6 @@
 """How a benchmark times device work and what it writes beside each figure."""
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -14,13 +15,13 @@ RESULTS = Path(__file__).parent / "results"
 PROTOCOL = "median of CUDA-event times, one pair per call, L2 overwritten between calls, {warm} ms warm-up, {rep} ms measured"
 
 
-def attention_flops(pairs: int, nheads_q: int, headdim: int, headdim_v: int | None = None) -> int:
+def attention_flops(pairs: int, nheads_q: int, headdim: int) -> int:
     """FLOPs of one forward over `pairs` visible (query, key) pairs: two products; a backward counts 2.5 times that."""
-    return 2 * pairs * nheads_q * (headdim + (headdim_v or headdim))
+    return 4 * pairs * nheads_q * headdim
 
 
-def median_ms(fn: Callable[[], object], *, warm: float = 50, rep: float = 200, least: int = 5) -> float:
-    """Median device milliseconds of one call of fn."""
+def median_ms(fn: Callable[[], object], *, warm: float = 50, rep: float = 200) -> float:
+    """Median device milliseconds of one call of fn: `warm` ms of calls before, `rep` ms measured, five calls at least."""
     cache = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 
     def once() -> float:
@@ -36,7 +37,7 @@ def median_ms(fn: Callable[[], object], *, warm: float = 50, rep: float = 200, l
     estimate = max(once(), 1e-3)
     for _ in range(max(1, int(warm / estimate))):
         once()
-    return statistics.median(once() for _ in range(max(least, int(rep / estimate))))
+    return statistics.median(once() for _ in range(max(5, int(rep / estimate))))
 
 
 def _query(command: list[str]) -> str:
@@ -46,13 +47,13 @@ def _query(command: list[str]) -> str:
         return ""
 
 
-def environment() -> dict[str, Any]:
-    """Commit, versions, GPU, clocks and power: what a figure needs to be compared with another."""
+def environment(commit: str = "") -> dict[str, Any]:
+    """Commit, versions, GPU, clocks and power: what a figure needs to be compared with another. No commit: git is asked."""
     here = Path(__file__).parent
     smi = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu,driver_version"
     values = _query(["nvidia-smi", f"--query-gpu={smi}", "--format=csv,noheader,nounits"]).split("\n")[0].split(", ")
     return {
-        "commit": _query(["git", "-C", str(here), "describe", "--always", "--dirty"]),
+        "commit": commit or _query(["git", "-C", str(here), "describe", "--always", "--dirty"]),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
@@ -60,14 +61,14 @@ def environment() -> dict[str, Any]:
     }
 
 
-def append(name: str, lines: list[dict[str, Any]], *, warm: float, rep: float, folder: Path = RESULTS) -> None:
-    """Append results that median_ms timed."""
-    append_lines(name, lines, protocol=PROTOCOL.format(warm=warm, rep=rep), folder=folder)
+def add_commit(parser: argparse.ArgumentParser) -> None:
+    """The option for machines that have the files without their history."""
+    parser.add_argument("--commit", default="", help="what was measured, where there is no git to ask")
 
 
-def append_lines(name: str, lines: list[dict[str, Any]], *, protocol: str, folder: Path = RESULTS) -> None:
+def append(name: str, lines: list[dict[str, Any]], *, protocol: str, commit: str = "", folder: Path = RESULTS) -> None:
     """Append one JSON line per result, each with the environment and the protocol."""
     folder.mkdir(parents=True, exist_ok=True)
-    shared = {**environment(), "protocol": protocol}
+    shared = {**environment(commit), "protocol": protocol}
     with (folder / f"{name}.jsonl").open("a") as file:
         file.writelines(json.dumps({**line, **shared}) + "\n" for line in lines)

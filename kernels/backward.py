@@ -15,15 +15,15 @@ _LOG2E = tl.constexpr(LOG2E)
 
 @triton.jit
 def _load_rows(x, at, first, hi, BLOCK_Q: tl.constexpr, VECTORS: tl.constexpr, CHECK: tl.constexpr):
-    """lse or delta of rows first ... [BLOCK_Q]; with CHECK, of rows from hi on anything."""
+    """lse or delta of rows first ... [BLOCK_Q]; with CHECK, some number for rows from hi on."""
     if VECTORS:  # all the rows lie in one vector of less than 2**31
         return x.load([at.to(tl.int32) + first])
     else:
         rows = first + tl.arange(0, BLOCK_Q)
-        mask = None
         if CHECK:
-            mask = rows < hi
-        return tl.load(x + at + rows, mask=mask)
+            return tl.load(x + at + rows, mask=rows < hi, other=0.0)
+        else:
+            return tl.load(x + at + rows)
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse, delta, ks, vs, k_strides,
             h += again.to(tl.int32)
         # The first head again: m0 < hi says that there were edges. Told so, the compiler keeps nothing in registers for it.
         h, m0 = h - tl.where(m0 < hi, group, 0), full_lo
-        # full_hi <= hi: the minimum keeps the compiler from carrying the count of blocks, which it knows, through the first loop.
+        # full_hi <= hi anyway: without the minimum the compiler carries the count of blocks through the first loop.
         for _ in tl.range(0, group * ((tl.minimum(full_hi, hi) - full_lo) // BLOCK_Q)):
             row_at = (b * nheads_q + h) * seqlen_q
             q_at = blocks.slice_at(q_strides, b, h, ALIGN, TMA)

@@ -1,10 +1,12 @@
 """The specification of the tile contract in plain torch: blocked exact attention, linear memory; what CPU runs use.
 
 Equations: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithm 1 (forward) and 2 (backward), with the
-causal mask replaced by one half-open interval of visible keys per row.
+causal mask replaced by one half-open interval of visible keys per row. A segment that some row sees is waited for
+(`ready`), by looking at the flag every tenth of a millisecond, before its k and v are read; one that no row sees is not.
 """
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -63,8 +65,15 @@ class _Block(NamedTuple):
         return x if self.visible.numel() == 0 else x.masked_fill(~self.seen[:, None], 0.0)
 
 
+def _wait(segment: Segment) -> None:
+    """Until another thread, process or stream has set the flag."""
+    while segment.ready is not None and not int(segment.ready):
+        time.sleep(1e-4)
+
+
 def _blocks(segment: Segment, batch: int) -> Iterator[_Block]:
-    """Walk the blocks that hold a visible pair, batch row by batch row, keys innermost."""
+    """Walk the blocks that hold a visible pair, batch row by batch row, keys innermost, once the segment is ready."""
+    waited = segment.ready is None
     begin, end = segment.begin.expand(batch, -1), segment.end.expand(batch, -1)
     for b in range(batch):
         for row in range(0, begin.shape[1], BLOCK_Q):
@@ -73,6 +82,9 @@ def _blocks(segment: Segment, batch: int) -> Iterator[_Block]:
             filled = begin_blk < end_blk
             if not bool(filled.any()):
                 continue
+            if not waited:
+                _wait(segment)
+                waited = True
             first, last = int(begin_blk[filled].min()), int(end_blk[filled].max())
             for key in range(first, last, BLOCK_K):
                 keys = slice(key, min(key + BLOCK_K, last))

@@ -92,7 +92,7 @@ def compile_kernel(
     pointer = f"*{element}"
     by_descriptor = {"q", "dout"} if which == "dkv" else {"ks", "vs"}
     views: dict[str, str] = dict.fromkeys(("q", "dout", "ks", "vs"), pointer)
-    views |= dict.fromkeys(["lse", "delta"], f"tensordesc<fp32[{block}]>" if tma else "*fp32")
+    views |= dict.fromkeys(["lse", "delta"], f"tensordesc<fp32[{block}]>" if constexprs["VECTORS"] else "*fp32")
     if tma:
         views |= {name: descriptor(pad if name in ("q", "ks") else pad_v) for name in by_descriptor}
     fn = KERNELS[which]
@@ -163,7 +163,8 @@ def random_case(seqlen_q: int, seqlens_k: tuple[int, ...], *, seed: int = 0, bat
     for seqlen_k in seqlens_k:
         begin, end = intervals(seqlen_q, seqlen_k, 1 if shared else batch, generator)
         if causal:
-            begin, end = torch.zeros_like(begin), (torch.arange(seqlen_q).int() + 1).clamp(max=seqlen_k).expand_as(end).contiguous()
+            rows = torch.arange(seqlen_q, dtype=torch.int32)
+            begin, end = torch.zeros_like(begin), (rows + 1).clamp(max=seqlen_k).expand_as(end).contiguous()
         k, v = (numbers(batch, seqlen_k, nheads[1], d) for d in headdims)
         segments.append(Segment(poison(k, begin, end), poison(v, begin, end), begin, end))
     return Case(numbers(batch, seqlen_q, nheads[0], headdims[0]), numbers(batch, seqlen_q, nheads[0], headdims[1]), segments)

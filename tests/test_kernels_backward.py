@@ -97,10 +97,11 @@ def test_gradients_of_the_last_dimension_expanded():
     delta = reference.delta(dout, out)
     results = []
     for tile in (backward, reference):  # backward makes the copy, the launches take unit strides
-        dq = torch.zeros(case.q.shape)
-        tile.backward(dout, case.q, case.segments, lse, delta, case.scale, dq, None)
-        results.append(dq)
-    assert_close(*results, torch.float32)
+        dq, dkv = torch.zeros(case.q.shape), [(torch.zeros(s.k.shape), torch.zeros(s.v.shape)) for s in case.segments]
+        tile.backward(dout, case.q, case.segments, lse, delta, case.scale, dq, dkv)
+        results.append([dq, *dkv[0]])
+    for x, y in zip(*results, strict=True):
+        assert_close(x, y, torch.float32)
 
 
 @interpreted

@@ -36,7 +36,7 @@ def _key_range(begin_ptr, end_ptr, out_ptr, seen_ptr, seqlen_q, BLOCK_Q: tl.cons
 def _row_range(begin_ptr, end_ptr, out_ptr, rows_ptr, seqlen_q, n0, n1, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
                UNIT: tl.constexpr):  # fmt: skip
     keys = n0 + tl.arange(0, BLOCK_K)
-    lo, full_lo, full_hi, hi, first, last = blocks.row_range(begin_ptr, end_ptr, seqlen_q, keys, n0, n1, BLOCK_Q, 4, UNIT)
+    lo, full_lo, full_hi, hi, first, last = blocks.row_range(begin_ptr, end_ptr, seqlen_q, keys, n0, n1, BLOCK_Q, 4, UNIT)  # pyright: ignore[reportArgumentType]
     tl.store(out_ptr, lo)
     tl.store(out_ptr + 1, full_lo)
     tl.store(out_ptr + 2, full_hi)
@@ -68,7 +68,7 @@ def drawn(seed: int, seqlen_q: int, seqlen_k: int) -> tuple[torch.Tensor, torch.
 def test_key_range(seed):
     begin, end, visible = drawn(seed, 1 + seed, 64)
     out, seen = torch.zeros(5, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
-    _key_range[(1,)](begin, end, out, seen, len(begin), BLOCK_Q=16, BLOCK_K=4)
+    _key_range[(1,)](begin, end, out, seen, len(begin), BLOCK_Q=16, BLOCK_K=4)  # pyright: ignore[reportArgumentType]
     lo, full_lo, full_hi, hi, gaps = out.tolist()
     columns = visible.any(0).nonzero().flatten()
     assert torch.equal(seen.bool(), visible.any(0))
@@ -89,7 +89,7 @@ def test_row_range_is_the_transpose(seed):
     for n0 in range(0, 50, 8):
         n1 = min(n0 + 8, 50)
         out, rows = torch.zeros(4, dtype=torch.int32), torch.zeros(2, 8, dtype=torch.int32)
-        _row_range[(1,)](begin, end, out, rows, len(begin), n0, n1, BLOCK_Q=4, BLOCK_K=8, UNIT=1 + seed % 2 * 3)
+        _row_range[(1,)](begin, end, out, rows, len(begin), n0, n1, BLOCK_Q=4, BLOCK_K=8, UNIT=1 + seed % 2 * 3)  # pyright: ignore[reportArgumentType]
         lo, full_lo, full_hi, hi = out.tolist()
         index = torch.arange(len(begin))
         per_key = (index[:, None] >= rows[0]) & (index[:, None] < rows[1])
@@ -106,7 +106,7 @@ def test_count_below(n):
     numbers = torch.randint(0, 20, (max(n, 1),), generator=torch.Generator().manual_seed(n)).sort().values.int()
     out = torch.zeros(1, dtype=torch.int32)
     for value in (-1, 0, 5, 19, 30):
-        _count_below[(1,)](numbers, out, n, value, FANOUT=4)
+        _count_below[(1,)](numbers, out, n, value, FANOUT=4)  # pyright: ignore[reportArgumentType]
         assert out.item() == int((numbers[:n] < value).sum())
 
 

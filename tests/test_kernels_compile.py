@@ -10,16 +10,24 @@ from typing import Any
 
 import kernel_cases
 import pytest
+import triton
 
 from ringflash.kernels import config
 
 MATRIX_UNIT = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-# Bytes still spilled (the larger of Triton 3.6 and 3.9; README.md, notes); what is not named: none.
-KNOWN_SPILLS = {
-    ("dq", 256, "plain"): 112,
-    ("dkv", 256, "plain"): 336,
-    ("dq", 128, "segments"): 152,
-    ("forward", 128, "segments"): 112,
+# wgmma multiplies 64 rows at least; the backward blocks of 256 columns have 32, or they would spill, and go to the same
+# matrix unit by mma.sync.
+NARROW = {("sm_90", "dq", 256): "mma.sync", ("sm_90", "dkv", 256): "mma.sync"}
+TRITON = ".".join(triton.__version__.split(".")[:2])
+# Bytes spilled, as measured, by (triton, arch, kernel, headdim, variant); what is not named here: none.
+SPILLS = {
+    # Several segments: their pointers, strides and intervals are chosen at run time, on top of a walk that alone takes 207 to
+    # 255 registers; the forward carries a state in and out as well.
+    ("3.6", "sm_90", "forward", 128, "segments"): 16,
+    ("3.9", "sm_90", "forward", 128, "segments"): 112,
+    ("3.6", "sm_90", "dq", 128, "segments"): 152,
+    ("3.9", "sm_90", "dq", 128, "segments"): 24,
+    ("3.6", "sm_90", "dkv", 128, "segments"): 8,
 }
 
 # Every entry of the table for sm_90; of the others the middle head dim in 16 bits.
@@ -37,11 +45,12 @@ VARIANTS = [
 
 
 def build(arch: str, which: str, element: str, headdim: int, options: dict[str, Any]) -> tuple[int, int, str]:
-    """(shared memory, spilled bytes, text of the machine code) of one kernel."""
-    compiled = kernel_cases.compile_kernel(which, arch, element, headdim, **({"tma": arch in ("sm_90", "sm_100")} | options))
+    """(shared memory, spilled bytes, matrix instruction) of one kernel."""
+    options = {"tma": arch in ("sm_90", "sm_100")} | options
+    compiled = kernel_cases.compile_kernel(which, arch, element, headdim, **options)
     text = compiled.asm["amdgcn" if arch.startswith("gfx") else "ptx"]
     spilled = 0 if arch.startswith("gfx") else kernel_cases.resources(compiled)[1]
-    return compiled.metadata.shared, spilled, text if MATRIX_UNIT[arch] not in text else MATRIX_UNIT[arch]
+    return compiled.metadata.shared, spilled, next((unit for unit in MATRIX_UNIT.values() if unit in text), "")
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +70,17 @@ pytestmark = pytest.mark.skipif(kernel_cases.INTERPRETED, reason="an interpreted
 
 @pytest.mark.parametrize(("arch", "which", "element", "headdim"), JOBS)
 def test_table(built, arch, which, element, headdim):
-    shared, spilled, text = built[arch, which, element, headdim, "plain"]
+    shared, spilled, unit = built[arch, which, element, headdim, "plain"]
     assert shared <= kernel_cases.SHARED_LIMIT[arch]
     if element != "fp32":
-        assert text == MATRIX_UNIT[arch]
-        assert spilled <= (KNOWN_SPILLS.get((which, headdim, "plain"), 0) if arch == "sm_90" else 0)
+        assert unit == NARROW.get((arch, which, headdim), MATRIX_UNIT[arch])
+        assert spilled <= SPILLS.get((TRITON, arch, which, headdim, "plain"), 0)
 
 
 @pytest.mark.parametrize("which", list(kernel_cases.KERNELS))
 @pytest.mark.parametrize("name", [name for name, _ in VARIANTS])
 def test_variants(built, which, name):
-    shared, spilled, text = next(v for k, v in built.items() if k[1] == which and k[4] == name)
+    shared, spilled, unit = next(v for k, v in built.items() if k[1] == which and k[4] == name)
     assert shared <= kernel_cases.SHARED_LIMIT["sm_90"]
-    assert text == MATRIX_UNIT["sm_90"]
-    assert spilled <= KNOWN_SPILLS.get((which, 128, name), 0)
+    assert unit == MATRIX_UNIT["sm_90"]
+    assert spilled <= SPILLS.get((TRITON, "sm_90", which, 128, name), 0)

@@ -61,7 +61,7 @@ def test_carried_state_gives_the_same():
     state = forward.forward(case.q, case.segments[:1], case.scale, finish=False)
     for x, y in zip(state, reference.forward(case.q, case.segments[:1], case.scale, finish=False), strict=True):
         assert_close(x, y, torch.float32)
-    out, lse = forward.forward(case.q, case.segments[1:], case.scale, state=state)
+    out, lse = forward.forward(case.q, case.segments[1:], case.scale, state=state)  # pyright: ignore[reportArgumentType]
     expected = reference.forward(case.q, case.segments, case.scale)
     assert_close(out, expected[0], torch.float32)
     assert_close(lse, expected[1], torch.float32)
@@ -72,7 +72,7 @@ def test_rows_that_see_nothing_keep_their_state():
     case = random_case(40, (33, 50))
     state = forward.forward(case.q, case.segments[:1], case.scale, finish=False)
     before = [x.clone() for x in state]
-    after = forward.forward(case.q, case.segments[1:], case.scale, state=state, finish=False)
+    after = forward.forward(case.q, case.segments[1:], case.scale, state=state, finish=False)  # pyright: ignore[reportArgumentType]
     empty = case.segments[1].begin == case.segments[1].end
     assert bool(empty.any())
     assert torch.equal(after[0][empty], before[0][empty])

@@ -1,6 +1,7 @@
 """The specification of the tile contract against dense float64: segments, carried state, poison, empty rows, linear memory."""
 
 import math
+import threading
 
 import oracle
 import pytest
@@ -176,6 +177,33 @@ def test_any_strides_and_contributions_are_added() -> None:
     reference.backward(dout, q, [Segment(k, v, begin, end)], found.lse, reference.delta(dout, found.out, dlse), 0.3, dq, [dkv])
     for x, y in zip((dq, *dkv), found[2:], strict=True):
         torch.testing.assert_close(x, y + 1)
+
+
+def test_segments_are_waited_for_where_some_row_sees_them() -> None:
+    q, dout, dlse = normal(1, 5, 2, 8), normal(1, 5, 2, 8, seed=3), normal(1, 2, 5, seed=4)
+    k, v = normal(1, 9, 2, 8, seed=1), normal(1, 9, 2, 8, seed=2)
+    one, nothing = torch.ones(1, 5).int(), torch.zeros(1, 5).int()
+    late = [Segment(torch.full_like(k, math.nan), v.clone(), 0 * one, 9 * one, torch.zeros(1).int()) for _ in range(2)]
+    never = Segment(k, v, nothing, nothing, torch.zeros(1).int())  # nobody would set this flag
+
+    def arrive(segment: Segment) -> None:
+        assert segment.ready is not None
+        segment.k.copy_(k)
+        segment.ready.fill_(1)
+
+    exact, _ = tile(q, [Segment(k, v, 0 * one, 9 * one)], dout, dlse, 0.3)
+    timer = threading.Timer(0.1, arrive, [late[0]])
+    timer.start()
+    out, lse = reference.forward(q, [never, late[0]], 0.3)
+    timer.join()
+    assert torch.equal(out, exact.out)
+    timer = threading.Timer(0.1, arrive, [late[1]])
+    timer.start()
+    dq, dkv = torch.zeros(q.shape), [(torch.zeros(k.shape), torch.zeros(v.shape)) for _ in range(2)]
+    reference.backward(dout, q, [never, late[1]], lse, reference.delta(dout, out, dlse), 0.3, dq, dkv)
+    timer.join()
+    for x, y in zip((dq, *dkv[1]), exact[2:], strict=True):
+        assert torch.equal(x, y)
 
 
 class _Largest(TorchDispatchMode):
