@@ -121,7 +121,7 @@ def _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, seqlen_q, first, last, l
                               MASK and not TMA)  # [BLOCK_Q, HEADDIM]  # fmt: skip
     dout_blk = blocks.load_block(dout, dout_at, at, rows < seqlen_q, BLOCK_Q, HEADDIM_V, HEADDIM_V_PAD, TMA,
                                  MASK and not TMA)  # [BLOCK_Q, HEADDIM_V]  # fmt: skip
-    lse_blk = _load_rows(lse, row_at, at, seqlen_q, BLOCK_Q, VECTORS, MASK) * _LOG2E  # [BLOCK_Q]
+    lse_blk = _load_rows(lse, row_at, at, seqlen_q, BLOCK_Q, VECTORS, MASK and not TMA) * _LOG2E  # [BLOCK_Q]
     x = blocks.dot(k_blk, tl.trans(q_blk), None, PRECISION) * scale  # [BLOCK_K, BLOCK_Q]
     p = tl.math.exp2(x - lse_blk[None, :])
     if MASK:
@@ -131,7 +131,7 @@ def _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, seqlen_q, first, last, l
     dv = blocks.dot(p.to(dout_blk.dtype), dout_blk, dv, PRECISION)
     dp = blocks.dot(v_blk, tl.trans(dout_blk), None, PRECISION)  # [BLOCK_K, BLOCK_Q]
     # Loaded as late as possible: registers are what bounds this kernel (README.md, notes).
-    delta_blk = _load_rows(delta, row_at, at, seqlen_q, BLOCK_Q, VECTORS, MASK)  # [BLOCK_Q]
+    delta_blk = _load_rows(delta, row_at, at, seqlen_q, BLOCK_Q, VECTORS, MASK and not TMA)  # [BLOCK_Q]
     ds = p * (dp - delta_blk[None, :])
     dk = blocks.dot(ds.to(q_blk.dtype), q_blk, dk, PRECISION)
     return dk, dv
