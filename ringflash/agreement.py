@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
-MESSAGE_BYTES = 4096  # of what one rank tells the others
+MESSAGE_BYTES = 4096  # of what one rank tells the others, as the communicator's
 FIRST_CALLS = 16  # check="first": enough for every kind of layer of a model to be compared once
 
 
@@ -20,8 +20,12 @@ class _Gathers(Protocol):
     check: str
     left: str | None
 
-    def gather_bytes(self, message: bytes, limit: int = ...) -> list[bytes]:
-        """Every rank's message, in rank order."""
+    def gather_bytes(self, message: bytes) -> list[bytes]:
+        """Every rank's message of at most MESSAGE_BYTES, in rank order."""
+        ...
+
+    def left_together(self) -> bool:
+        """Whether all ranks left the call that this one left."""
         ...
 
     def leave_word(self, error: BaseException) -> None:
@@ -36,7 +40,7 @@ class _Gathers(Protocol):
 def together(comm: _Gathers, prepare: Callable[[], T], *, facts: Callable[[T], dict[str, object]], check: str | None) -> T:
     """Run this rank's own checks (`prepare`), then compare the ranks: whatever is wrong on one is raised on all.
 
-    check: the mode of `Options`; None (options so wrong that they have none) is that of the last call.
+    check: the mode of `Options`; None (options so wrong that they have none) is the group's.
     """
     mode = (comm.check if comm.calls else "first") if check is None else check
     try:
@@ -57,6 +61,8 @@ def agree(comm: _Gathers, mine: Callable[[], dict[str, object]] | Exception, che
     if not comm.alive():
         raise RuntimeError("this ring's process group was destroyed: make a new ContextParallel, or pass the new group")
     comm.calls += 1
+    if comm.left is not None:
+        _return(comm)
     if comm.calls == 1:
         comm.check = check
     elif check != comm.check and not isinstance(mine, Exception):
@@ -72,52 +78,61 @@ def agree(comm: _Gathers, mine: Callable[[], dict[str, object]] | Exception, che
         raise mine
 
 
-def is_checked(comm: _Gathers) -> bool:
-    """Whether the ranks compare the call that was counted last.
+def _return(comm: _Gathers) -> None:
+    """Let a rank that left a call take part again if all left it; nothing is sent until that is known."""
+    if not comm.left_together():
+        error = RuntimeError(f"this ring is out of step since {comm.left}; make a new group and a ring over it, on all ranks")
+        comm.leave_word(error)
+        raise error
+    comm.left = None
 
-    A rank that left an unchecked call with an error compares its next one in any case: if all made the same mistake they go on
-    together, and if the others still wait in the call it left, both sides end in an error instead of exchanging wrong blocks.
-    """
+
+def is_checked(comm: _Gathers) -> bool:
+    """Whether the ranks compare the call that was counted last."""
     if comm.size == 1:
         return False
-    return (
-        comm.left is not None
-        or comm.calls == 1
-        or comm.check == "always"
-        or (comm.check == "first" and comm.calls <= FIRST_CALLS)
-    )
+    return comm.calls == 1 or comm.check == "always" or (comm.check == "first" and comm.calls <= FIRST_CALLS)
 
 
 def same_backward(comm: _Gathers, number: int) -> None:
     """Raise on every rank unless all are about to run the backward pass of the same call. A collective."""
-    answers = [int(x) for x in comm.gather_bytes(str(number).encode())]
-    others = [rank for rank, answer in enumerate(answers) if answer != answers[0]]
-    if others:
-        raise RuntimeError(
-            f"every rank of the ring must run backward passes in the same order: rank 0 is at that of call {answers[0]}, "
-            f"rank {others[0]} at that of call {answers[others[0]]}"
-        )
+    exchange(comm, lambda: {"call": f"the backward pass of call {number}"})
+
+
+def exchange(comm: _Gathers, mine: Callable[[], Mapping[str, object]] | Exception) -> None:
+    """Send this rank's facts or error and raise if any rank has an error (not this one's own) or facts differ. A collective."""
+    sent: Mapping[str, object] = {"error": f"{type(mine).__name__}: {mine}"} if isinstance(mine, Exception) else mine()
+    answers = [_unpacked(x) for x in comm.gather_bytes(_packed(sent))]
+    if not isinstance(mine, Exception):
+        _compare(answers)
 
 
 def _exchange_facts(comm: _Gathers, mine: Callable[[], dict[str, object]] | Exception) -> None:
-    sent: Mapping[str, object]
-    sent = {"error": f"{type(mine).__name__}: {mine}"} if isinstance(mine, Exception) else mine() | {"check": comm.check}
-    left, comm.left = comm.left, None
     try:
-        answers = [json.loads(x) for x in comm.gather_bytes(_packed(sent), limit=MESSAGE_BYTES)]
-    except RuntimeError as error:
-        if left is None:
-            raise
-        raise RuntimeError(
-            f"this ring is out of step since {left}; make a new group and a ring over it, on all ranks"
-        ) from error
-    try:
-        _compare(answers)
+        exchange(comm, mine if isinstance(mine, Exception) else lambda: mine() | {"check": comm.check})
     except (RuntimeError, ValueError):
-        if comm.calls == 1:
-            comm.calls = 0  # nothing has been agreed yet: the next call is the first again, on every rank
-        if not isinstance(mine, Exception):
-            raise
+        _forget_first_call(comm)
+        raise
+    if isinstance(mine, Exception):
+        _forget_first_call(comm)
+
+
+def _forget_first_call(comm: _Gathers) -> None:
+    """A first call that failed agreed nothing: the next is the first again, on every rank."""
+    if comm.calls == 1:
+        comm.calls = 0
+
+
+def _unpacked(answer: bytes) -> dict[str, object]:
+    try:
+        facts = json.loads(answer)
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict):
+        raise RuntimeError(
+            "the ranks of the ring are not in step: one of them is in another collective of the ring than this one"
+        )
+    return facts
 
 
 def _packed(sent: Mapping[str, object]) -> bytes:

@@ -234,10 +234,6 @@ def labels(x: Tensor, seqlen: int, mask: Mask, *, ignore_index: int) -> None:
         raise ValueError(f"documents must be one list, or one per batch row: {mask.batch} lists, labels.shape={tuple(x.shape)}")
 
 
-def _holds(dtype: torch.dtype, value: int) -> bool:
-    return torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
-
-
 def loss(per_token_loss: Tensor, targets: Tensor, grad_reduce: str, *, tokens: int) -> dict[str, object]:
     """Per-token losses and targets of one rank, (batch, tokens) or flat; returns what must agree between ranks."""
     for name, x in (("per_token_loss", per_token_loss), ("targets", targets)):
@@ -251,7 +247,7 @@ def loss(per_token_loss: Tensor, targets: Tensor, grad_reduce: str, *, tokens: i
     if not per_token_loss.is_floating_point() or targets.is_floating_point() or per_token_loss.device != targets.device:
         found = f"{per_token_loss.dtype} on {per_token_loss.device}, {targets.dtype} on {targets.device}"
         raise TypeError(f"per_token_loss must be floating and targets integers, on one device: {found}")
-    flat = targets.dim() == 1 and (tokens == 0 or targets.numel() % tokens == 0)
+    flat = targets.dim() == 1 and (targets.numel() % tokens == 0 if tokens else targets.numel() == 0)
     if not flat and not (targets.dim() == 2 and targets.shape[1] == tokens):
         raise ValueError(f"targets must be this rank's, (batch, {tokens}) or flat: {shapes}; shift_labels makes them")
     return {"device": per_token_loss.device.type}
@@ -270,9 +266,9 @@ def facts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, object]:
         "dtype": str(q.dtype),
         "device": q.device.type,
         "equal shards": q.shape[1] if call.by_name else None,
-        "layout": (repr(call.layout), _digest(call.layout.key)),
-        "kv_layout": (repr(call.kv_layout), _digest(call.kv_layout.key)),
-        "mask": (mask_words(call.mask), _digest(repr(call.mask).encode())),
+        "layout": (repr(call.layout), digest(call.layout.key)),
+        "kv_layout": (repr(call.kv_layout), digest(call.kv_layout.key)),
+        "mask": (mask_words(call.mask), digest(repr(call.mask).encode())),
         "scale": call.scale,
         "options": ", ".join(f"{name}={value}" for name, value in asdict(call.options).items()),
         "gradients needed": needs_grad,
@@ -292,5 +288,6 @@ def _count_documents(mask: Mask) -> str:
     return f"{'/'.join(map(str, sorted(counts)))} of them" + (f" in each of {mask.batch} rows" if mask.batch else "")
 
 
-def _digest(data: bytes) -> str:
+def digest(data: bytes) -> str:
+    """A few letters that differ where the data do."""
     return hashlib.blake2b(data, digest_size=6).hexdigest()

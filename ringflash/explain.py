@@ -109,7 +109,6 @@ def _report(plan: Plan, call: checks.Call, qkv: tuple[Tensor, Tensor, Tensor], r
     work = [plan.work(r) for r in range(plan.size)]
     pairs, rows = int(work[rank].sum()), len(plan.rows)
     per_token = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
-    widest = max(plan.kv_layout.lengths, default=0) * per_token * k.element_size()
     return Explanation(
         rank=rank,
         size=plan.size,
@@ -121,8 +120,19 @@ def _report(plan: Plan, call: checks.Call, qkv: tuple[Tensor, Tensor, Tensor], r
         steps=_steps(plan, rank, per_token, k.element_size()),
         pairs_per_rank=tuple(int(w.sum()) // rows for w in work),
         flops=2 * q.shape[0] * q.shape[2] * pairs * (q.shape[3] + v.shape[3]) // rows,
-        buffer_bytes=min(2, max(0, len(plan.attended(rank)) - 1)) * widest,
+        buffer_bytes=_most_held(plan, rank) * per_token * k.element_size(),
     )
+
+
+def _most_held(plan: Plan, rank: int) -> int:
+    """The most tokens of other ranks' keys that a rank holds at a time."""
+    held: set[int] = set()
+    most = 0
+    for turn in plan.turns[rank]:
+        held |= {block for block, _ in turn.recvs}
+        most = max(most, sum(plan.kv_layout.lengths[block] for block in held))
+        held -= set(turn.drop)
+    return most
 
 
 def _steps(plan: Plan, rank: int, per_token: int, itemsize: int) -> tuple[StepReport, ...]:

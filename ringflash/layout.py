@@ -104,8 +104,9 @@ class Layout:
         """The same shards n positions later: queries that follow n extra keys (kv_layout holds those)."""
         if isinstance(n, bool) or not isinstance(n, int | np.integer):
             raise TypeError(f"shift must be a number of positions: shift={n!r}")
-        if self.offset + n < 0:
-            raise ValueError(f"shift must not make a position negative: shift={n}, first position {self.offset}")
+        n = int(n)
+        if not 0 <= self.offset + n <= MAX_SEQLEN:
+            raise ValueError(f"shift must keep positions in 0 ... 2**40: shift={n}, first position {self.offset}")
         moved = tuple(runs._replace(first=runs.first + n) for runs in self.runs)
         return Layout(self.name, self.seqlen, self.size, moved, self.offset + n)
 

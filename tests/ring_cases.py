@@ -170,6 +170,9 @@ class _Mail:
         for x, source in self._recvs:
             x.copy_(self._boxes[source, self._rank].get(timeout=30))
 
+    def abandon(self, error: BaseException) -> None:
+        """The other threads run into the timeout."""
+
 
 def run_threads(case: Case, size: int) -> list[Results]:
     """The case on a ring of `size` threads of this process: each rank's shards."""

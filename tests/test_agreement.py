@@ -14,16 +14,19 @@ class Gathers:
         self.rank, self.size, self.calls, self.check, self.other = 0, 2, 0, "first", other
         self.gathered: list[int] = []
         self.left: str | None = None
-        self.lives = True
+        self.lives = self.all_left = True
 
     def alive(self) -> bool:
         return self.lives
 
     def leave_word(self, error: BaseException) -> None:
-        self.left = str(error)
+        self.left = self.left or str(error)
 
-    def gather_bytes(self, message: bytes, limit: int = 0) -> list[bytes]:
-        assert len(message) <= limit
+    def left_together(self) -> bool:
+        return self.all_left
+
+    def gather_bytes(self, message: bytes) -> list[bytes]:
+        assert len(message) <= agreement.MESSAGE_BYTES
         self.gathered.append(self.calls)
         return [message, json.dumps(self.other).encode()]
 
@@ -67,33 +70,36 @@ def test_long_facts_fit_the_message() -> None:
         agreement.agree(comm, lambda: facts, "first")
 
 
-def left_in_call_two(other: dict[str, object]) -> Gathers:
+def left_in_call_two() -> Gathers:
     comm = Gathers({"a": 1, "check": "never"})
     agreement.agree(comm, lambda: {"a": 1}, "never")
     with pytest.raises(TypeError, match="x must be y"):
         agreement.agree(comm, TypeError("x must be y"), "never")
-    comm.other = other
     return comm
 
 
 def test_ranks_that_all_made_a_mistake_go_on_together() -> None:
-    """The next call is compared, the one after it no more."""
-    comm = left_in_call_two({"a": 1, "check": "never"})
+    comm = left_in_call_two()
     agreement.agree(comm, lambda: {"a": 1}, "never")
-    agreement.agree(comm, lambda: {"a": 1}, "never")
-    assert comm.gathered == [1, 3]
+    assert comm.gathered == [1]  # checks still run by the call's number alone
 
 
-def test_a_rank_that_left_alone_is_out_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others still wait in the call that it left: its next one must not be taken for that."""
-    comm = left_in_call_two({})
+def test_a_rank_that_left_alone_is_out_of_step_and_sends_nothing() -> None:
+    """The others may still wait in the call that it left: its next one must not be taken for that."""
+    comm = left_in_call_two()
+    comm.all_left = False
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="this ring is out of step since x must be y"):
+            agreement.agree(comm, lambda: {"a": 1}, "never")
+    assert comm.gathered == [1]
 
-    def nobody_comes(message: bytes, limit: int = 0) -> list[bytes]:
-        raise RuntimeError("timed out")
 
-    monkeypatch.setattr(comm, "gather_bytes", nobody_comes)
-    with pytest.raises(RuntimeError, match="this ring is out of step since x must be y"):
-        agreement.agree(comm, lambda: {"a": 1}, "never")
+@pytest.mark.parametrize("answer", [b"17", b"\xff\x00", b'"x"', b""])
+def test_an_answer_of_another_collective_is_told(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = Gathers({})
+    monkeypatch.setattr(comm, "gather_bytes", lambda message: [message, answer])
+    with pytest.raises(RuntimeError, match="the ranks of the ring are not in step"):
+        agreement.agree(comm, lambda: {"a": 1}, "first")
 
 
 def test_a_destroyed_group_is_named() -> None:

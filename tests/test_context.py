@@ -213,7 +213,7 @@ def mode_after_construction() -> list[str]:
     told = []
     for kwargs in ({"layout": "striped"}, {"options": rf.Options(check="never")}, {"layout": "diagonal"}):
         with pytest.raises((ValueError, RuntimeError)) as error:
-            rf.ContextParallel(dist.new_group(), **(kwargs if wrong else {}))
+            rf.ContextParallel(dist.new_group(), **(kwargs if wrong else {}))  # pyright: ignore
         told.append(str(error.value))
     return told
 
@@ -308,8 +308,8 @@ def different_samples(which: str) -> str:
 
 @pytest.mark.parametrize("which", ["value", "sign of zero", "dtype", "shape"])
 def test_f8_different_samples_in_one_ring_can_be_detected(pools: Pools, which: str) -> None:
-    words = "tokens must be the same on every rank of the ring: ranks [2] differ from rank 0"
-    assert pools.run(3, different_samples, which) == [words] * 3
+    words = "tokens must be the same on every rank of the ring: rank 0 has bits "
+    assert all(told.startswith(words) and ", rank 2 has bits " in told for told in pools.run(3, different_samples, which))
 
 
 def same_samples() -> None:

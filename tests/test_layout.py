@@ -183,7 +183,7 @@ def test_balanced_sees_documents_of_all_batch_rows() -> None:
     [
         (ValueError, lambda: rf.layouts.zigzag(-1, 2), "seqlen must be in 0 ... 2**40: seqlen=-1"),
         (ValueError, lambda: rf.layouts.striped(4, 0), "size must be in 1 ... 2**40: size=0"),
-        (TypeError, lambda: rf.layouts.named("zigzag", *("4", 2)), "seqlen must be an int: seqlen='4'"),
+        (TypeError, lambda: rf.layouts.named("zigzag", "4", 2), "seqlen must be an int: seqlen='4'"),  # pyright: ignore
         (TypeError, lambda: rf.layouts.contiguous(4, True), "size must be an int: size=True"),
         (
             ValueError,
@@ -200,7 +200,7 @@ def test_balanced_sees_documents_of_all_batch_rows() -> None:
         (ValueError, lambda: rf.layouts.balanced(rf.Mask(documents=(0, 4)), 8, 2), "documents must end at the sequence length"),
         (ValueError, lambda: rf.layouts.balanced(rf.Mask(), 8, 0), "size must be in 1 ... 2**40: size=0"),
         (ValueError, lambda: rf.layouts.zigzag(4, 2).positions(2), "rank must be in 0 ... size-1: rank=2, size=2"),
-        (ValueError, lambda: rf.layouts.zigzag(4, 2).shift(-1), "shift must not make a position negative: shift=-1"),
+        (ValueError, lambda: rf.layouts.zigzag(4, 2).shift(-1), "shift must keep positions in 0 ... 2**40: shift=-1"),
         (ValueError, lambda: rf.layouts.zigzag(4, 2).part(torch.zeros(1, 5), 0), "x must hold the whole sequence along dim=1"),
         (
             ValueError,

@@ -4,8 +4,8 @@ import datetime
 import os
 import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-_LEFT = "ringflash/left"  # store key: why a rank left without joining an exchange
+_LEFT = "ringflash/left"  # store keys: why a rank left a call without joining its exchange, and which ranks did
+MESSAGE_BYTES = 4096  # of what one rank tells the others: one size for all, or calls out of order would not even pair up
+LEFT_TOGETHER = datetime.timedelta(seconds=2)  # in which ranks that made the same mistake have all said so
+
+
+class ExchangeError(RuntimeError):
+    """Transfers that failed because another rank left them."""
 
 
 @dataclass(eq=False)
@@ -33,6 +39,7 @@ class Communicator:
     calls: int = 0
     check: str = "first"
     left: str | None = None
+    _left_in: int = 0
     _side: dict[int, torch.cuda.Stream] = field(default_factory=dict)
 
     def side_stream(self) -> torch.cuda.Stream:
@@ -49,17 +56,18 @@ class Communicator:
             return self.groups["cpu"], torch.device("cpu")
         return self.groups["cuda"], torch.device("cuda", torch.cuda.current_device())
 
-    def gather_bytes(self, message: bytes, limit: int = 2048) -> list[bytes]:
-        """Every rank's message, in rank order (longer ones are cut at `limit`). A collective with one host synchronisation."""
+    def gather_bytes(self, message: bytes) -> list[bytes]:
+        """Every rank's message of at most MESSAGE_BYTES, in rank order. A collective with one host synchronisation."""
+        assert len(message) <= MESSAGE_BYTES
         if self.size == 1:
             return [message]
         group, device = self.control
-        mine = torch.zeros(limit, dtype=torch.uint8)
-        cut = message[:limit]
-        mine[: len(cut)] = torch.frombuffer(bytearray(cut), dtype=torch.uint8) if cut else mine[:0]
+        mine = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+        mine[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
         mine = mine.to(device)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine, group=group)
+        with self.explained():
+            dist.all_gather(parts, mine, group=group)
         by_global = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
         return [bytes(by_global[r].cpu().numpy()).rstrip(b"\0") for r in self.ranks]
 
@@ -68,7 +76,8 @@ class Communicator:
         if self.size == 1:
             return x
         x = x.clone()
-        dist.all_reduce(x, group=self.group_for(x.device.type))
+        with self.explained():
+            dist.all_reduce(x, group=self.group_for(x.device.type))
         return x
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
@@ -81,7 +90,8 @@ class Communicator:
         padded[: len(moved)] = moved
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         if padded.numel():  # bytes, so that every dtype travels over every backend
-            dist.all_gather([_bytes(p) for p in parts], _bytes(padded), group=group)
+            with self.explained():
+                dist.all_gather([_bytes(p) for p in parts], _bytes(padded), group=group)
         by_global = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
         return [by_global[r][:n].movedim(0, dim) for r, n in zip(self.ranks, lengths, strict=True)]
 
@@ -100,12 +110,37 @@ class Communicator:
         return not self.groups or (dist.is_initialized() and all(g in _groups_of_torch() for g in self.groups.values()))
 
     def leave_word(self, error: BaseException) -> None:
-        """Leave for the other ranks why this one will not join their exchange of this call."""
+        """Say that this rank does not join the exchange of this call, and why unless another rank is the reason."""
         word = f"rank {self.rank} raised in its call {self.calls}: {error}"[:1000]
-        self.left = word if self.size > 1 else None
+        if self.size > 1 and self.left is None:
+            self.left, self._left_in = word, self.calls
         with suppress(RuntimeError):  # the store may be gone with its rank; the error itself must be seen
             for group in self.groups.values():
-                group.get_group_store().set(f"{_LEFT}/{self.calls}", word)
+                store = group.get_group_store()
+                store.set(f"{_LEFT}/{self.calls}/{self.rank}", "")
+                if not isinstance(error, ExchangeError):
+                    store.set(f"{_LEFT}/{self.calls}", word)
+
+    def left_together(self) -> bool:
+        """Whether all ranks left the call that this one left: then nobody waits for anybody, and the ring goes on."""
+        keys = [f"{_LEFT}/{self._left_in}/{rank}" for rank in range(self.size)]
+        try:
+            for group in self.groups.values():
+                group.get_group_store().wait(keys, LEFT_TOGETHER)
+        except RuntimeError:
+            return False
+        return True
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Give an exchange that fails the word of the rank that left it, if one did."""
+        try:
+            yield
+        except RuntimeError as error:
+            word = None if isinstance(error, ExchangeError) else self.word_left()
+            if word is None:
+                raise
+            raise ExchangeError(f"the ring's exchange failed because {word}") from error
 
     def word_left(self) -> str | None:
         """What a rank that left in this call had to say, if one did."""

@@ -6,11 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.transport.communicator import Communicator
+from ringflash.transport.communicator import Communicator, ExchangeError
 
-
-class ExchangeError(RuntimeError):
-    """Transfers that failed because another rank left them."""
+__all__ = ["P2P", "ExchangeError", "Pending"]
 
 
 class Pending:
@@ -25,19 +23,15 @@ class Pending:
         if ops and ops[0].tensor.is_cuda:
             self._begin = torch.cuda.current_stream().record_event()
         elif ops:
-            self._works = dist.batch_isend_irecv(ops)
+            with comm.explained():
+                self._works = dist.batch_isend_irecv(ops)
 
     def wait(self) -> None:
         """Received data may be used and sent data overwritten: on a GPU by work that is launched after this (the host
         does not wait), on the CPU at once. Raises ExchangeError where a rank left the exchange, with its word."""
-        try:
+        with self._comm.explained():
             for work in self._works or self._launch():
                 work.wait()
-        except RuntimeError as error:
-            word = self._comm.word_left()
-            if word is None:
-                raise
-            raise ExchangeError(f"the ring's exchange failed because {word}") from error
         self._ops, self._works = [], []
 
     def _launch(self) -> list[dist.Work]:
@@ -67,8 +61,7 @@ class P2P:
 
     def abandon(self, error: BaseException) -> None:
         """This rank will not join the exchanges that the others wait for: leave them the reason."""
-        if not isinstance(error, ExchangeError):
-            self._comm.leave_word(error)
+        self._comm.leave_word(error)
 
     def _op(self, kind: object, tensor: Tensor, rank: int) -> dist.P2POp:
         group = self._comm.group_for(tensor.device.type)
