@@ -39,12 +39,11 @@ class Segment(NamedTuple):
 State = tuple[Tensor, Tensor, Tensor]
 
 
-def empty_state(q: Tensor, headdim_v: int) -> State:
-    """The identity of merging: acc 0, max -inf, sum 0 (shapes in README.md, all float32)."""
-    batch, seqlen_q, nheads_q, _ = q.shape
-    acc = torch.zeros(batch, seqlen_q, nheads_q, headdim_v, dtype=torch.float32, device=q.device)
-    row_max = torch.full((batch, nheads_q, seqlen_q), -math.inf, dtype=torch.float32, device=q.device)
-    return acc, row_max, torch.zeros_like(row_max)
+def empty_state(shape: Sequence[int], device: torch.device | str) -> State:
+    """The identity of merging, float32: acc 0 of shape (batch, seqlen_q, nheads_q, headdim_v), max -inf, sum 0."""
+    batch, seqlen_q, nheads_q, _ = shape
+    row_max = torch.full((batch, nheads_q, seqlen_q), -math.inf, dtype=torch.float32, device=device)
+    return torch.zeros(*shape, dtype=torch.float32, device=device), row_max, torch.zeros_like(row_max)
 
 
 class _Block(NamedTuple):
@@ -124,7 +123,7 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """Attend the segments, starting from `state`: -> State, or (out, lse) with `finish` (README.md has the contract)."""
     headdim_v = segments[0].v.shape[-1] if segments else (state[0] if state else q).shape[-1]
-    acc, row_max, row_sum = state if state is not None else empty_state(q, headdim_v)
+    acc, row_max, row_sum = state if state is not None else empty_state((*q.shape[:3], headdim_v), q.device)
     for segment in segments:
         for blk in _blocks(segment, q.shape[0]):
             _forward_block(q, segment, scale, (acc, row_max, row_sum), blk)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
-MESSAGE_BYTES = 4096  # of what one rank tells the others, as the communicator's
 FIRST_CALLS = 16  # check="first": enough for every kind of layer of a model to be compared once
 
 
@@ -19,9 +18,10 @@ class _Gathers(Protocol):
     calls: int
     check: str
     left: str | None
+    message_bytes: int
 
     def gather_bytes(self, message: bytes) -> list[bytes]:
-        """Every rank's message of at most MESSAGE_BYTES, in rank order."""
+        """Every rank's message of at most message_bytes, in rank order."""
         ...
 
     def left_together(self) -> bool:
@@ -102,7 +102,7 @@ def same_backward(comm: _Gathers, number: int) -> None:
 def exchange(comm: _Gathers, mine: Callable[[], Mapping[str, object]] | Exception) -> None:
     """Send this rank's facts or error and raise if any rank has an error (not this one's own) or facts differ. A collective."""
     sent: Mapping[str, object] = {"error": f"{type(mine).__name__}: {mine}"} if isinstance(mine, Exception) else mine()
-    answers = [_unpacked(x) for x in comm.gather_bytes(_packed(sent))]
+    answers = [_unpacked(x) for x in comm.gather_bytes(_packed(sent, comm.message_bytes))]
     if not isinstance(mine, Exception):
         _compare(answers)
 
@@ -135,10 +135,10 @@ def _unpacked(answer: bytes) -> dict[str, object]:
     return facts
 
 
-def _packed(sent: Mapping[str, object]) -> bytes:
-    """The facts as JSON of at most MESSAGE_BYTES: texts are cut where they are too long."""
-    width, message = MESSAGE_BYTES, b""
-    while not message or len(message) > MESSAGE_BYTES:
+def _packed(sent: Mapping[str, object], limit: int) -> bytes:
+    """The facts as JSON of at most `limit` bytes: texts are cut where they are too long."""
+    width, message = limit, b""
+    while not message or len(message) > limit:
         message = json.dumps({name: _cut(x, width) for name, x in sent.items()}, default=repr).encode()
         width //= 2
     return message

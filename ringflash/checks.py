@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ringflash.layout import Layout, named
-from ringflash.mask import Mask
+from ringflash.mask import Mask, a_mask
 from ringflash.options import Options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -116,8 +116,13 @@ def shards(q: Tensor, k: Tensor, call: Call, *, rank: int, size: int) -> None:
     _length("q", q, call.layout, rank, "shard with the same layout")
     _length("k", k, call.kv_layout, rank, "pass kv_layout= where keys lie otherwise than queries")
     call.mask.check_seqlen(max(call.layout.end, call.kv_layout.end))
-    if call.mask.batch not in (None, q.shape[0]):
-        raise ValueError(f"documents must be one list, or one per batch row: {call.mask.batch} lists, batch={q.shape[0]}")
+    _document_rows(call.mask, q.shape[0], f"batch={q.shape[0]}")
+
+
+def _document_rows(mask: Mask, batch: int, found: str) -> None:
+    """Documents against the batch: one list for all rows, or one for each."""
+    if mask.batch not in (None, batch):
+        raise ValueError(f"documents must be one list, or one per batch row: {mask.batch} lists, {found}")
 
 
 def _length(name: str, x: Tensor, layout: Layout, rank: int, way_out: str) -> None:
@@ -152,13 +157,6 @@ def kinds(given: Given) -> tuple[Layout | str, Layout | str | None, Mask, Option
     return layout, kv_layout, a_mask(given.mask), an_options(given.options)
 
 
-def a_mask(mask: object) -> Mask:
-    """A mask, and nothing else."""
-    if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be an rf.Mask: mask={mask!r}; for instance rf.Mask(causal=True)")
-    return mask
-
-
 def an_options(options: object) -> Options:
     """Options, and nothing else."""
     if not isinstance(options, Options):
@@ -184,19 +182,9 @@ def a_layout(layout: object, seqlen: int, size: int) -> Layout:
     return chosen
 
 
-def whole(name: str, x: Tensor, dim: int, *, seqlen: int) -> None:
-    """A tensor that holds the whole sequence along dim."""
-    _dimension(name, x, dim)
-    if x.shape[dim] != seqlen:
-        raise ValueError(
-            f"{name} must hold the whole sequence along dim={dim}: seqlen={seqlen}, {name}.shape={tuple(x.shape)}; "
-            "pass the global tensor, the same on every rank"
-        )
-
-
 def part(name: str, x: Tensor, dim: int, *, layout: Layout, rank: int) -> dict[str, object]:
     """A tensor that holds a rank's tokens along dim; returns what of it must agree between ranks."""
-    _dimension(name, x, dim)
+    dimension(name, x, dim)
     length = layout.lengths[rank]
     if x.shape[dim] != length:
         raise ValueError(
@@ -209,7 +197,8 @@ def part(name: str, x: Tensor, dim: int, *, layout: Layout, rank: int) -> dict[s
     return facts | {"other dimensions": others, "gradients needed": needs_grad}
 
 
-def _dimension(name: str, x: Tensor, dim: int) -> None:
+def dimension(name: str, x: Tensor, dim: int) -> None:
+    """A tensor and a dimension of it."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor: {name} is a {type(x).__name__}")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
@@ -230,8 +219,7 @@ def labels(x: Tensor, seqlen: int, mask: Mask, *, ignore_index: int) -> None:
         raise TypeError(
             f"labels must be integers that can hold ignore_index={ignore_index!r}: labels.dtype={x.dtype}; use int64"
         )
-    if mask.batch not in (None, len(x)):
-        raise ValueError(f"documents must be one list, or one per batch row: {mask.batch} lists, labels.shape={tuple(x.shape)}")
+    _document_rows(mask, len(x), f"labels.shape={tuple(x.shape)}")
 
 
 def loss(per_token_loss: Tensor, targets: Tensor, grad_reduce: str, *, tokens: int) -> dict[str, object]:

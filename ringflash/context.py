@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringflash import agreement, checks
 from ringflash.api import attend_over
 from ringflash.layout import Layout
-from ringflash.mask import Mask
+from ringflash.mask import Mask, a_mask
 from ringflash.options import Options
 from ringflash.transport.communicator import Communicator, communicator
 
@@ -75,7 +75,7 @@ class ContextParallel:
         Raises ValueError where documents do not end at seqlen or the layout is for another length or ring size.
         """
         chosen = checks.a_layout(self.layout if layout is None else layout, seqlen, self.size)
-        checks.a_mask(mask).check_seqlen(seqlen)
+        a_mask(mask).check_seqlen(seqlen)
         return Batch(self, chosen, mask)
 
 
@@ -94,7 +94,7 @@ class Batch:
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a whole sequence: x has seqlen entries along dim, any dtype. Differentiable."""
-        checks.whole("x", x, dim, seqlen=self.layout.seqlen)
+        checks.dimension("x", x, dim)
         return self.layout.part(x, self.cp.rank, dim)
 
     def unshard(self, y: Tensor, dim: int = 1) -> Tensor:
@@ -109,9 +109,8 @@ class Batch:
     def positions(self, restart: bool = False, device: torch.device | str | None = None) -> Tensor:
         """Global positions of this rank's tokens, int64 (tokens,): what rotary tables index.
 
-        device: where they are wanted; None is the current GPU where the ring's group serves GPUs, else the CPU.
-
         restart: positions begin at 0 in each document; (batch, tokens) where batch rows have documents of their own.
+        device: where they are wanted; None is the current GPU where the ring (of one: the machine) has GPUs, else the CPU.
         """
         positions = self.layout.positions(self.cp.rank)
         if restart:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringflash.mask import Documents, Mask, document_bounds
+from ringflash.mask import Documents, Mask, a_mask, document_bounds
 
 Array = np.ndarray
 MAX_SEQLEN = 2**40  # products of lengths and ring sizes stay far inside int64
@@ -249,8 +249,7 @@ def balanced(mask: Mask, seqlen: int, size: int) -> Layout:
 
     Chunks are whole multiples of 128 positions where the sequence is long enough, so that kernels see few ragged edges.
     """
-    if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be an rf.Mask: mask={mask!r}; for instance rf.Mask(causal=True)")
+    a_mask(mask)
     _check_sizes(seqlen, size)
     per_rank = max(1, min(32, seqlen // (128 * size)))
     bounds = np.arange(size * per_rank + 1) * seqlen // (size * per_rank)

@@ -167,6 +167,13 @@ def _window(window: object) -> tuple[int | None, int | None] | None:
     return None if sides == (None, None) else (sides[0], sides[1])
 
 
+def a_mask(mask: object) -> Mask:
+    """A mask, and nothing else."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be an rf.Mask: mask={mask!r}; for instance rf.Mask(causal=True)")
+    return mask
+
+
 def document_bounds(documents: Documents | Sequence | Tensor) -> Documents:
     """Cumulative document lengths as host tuples, checked: start at 0, do not descend, one list or one per batch row."""
     rows = documents.tolist() if isinstance(documents, Tensor | np.ndarray) else documents

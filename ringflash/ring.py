@@ -150,7 +150,7 @@ class Ring:
         if partial is not None:
             grads = [(block, self._room_for(block, held, torch.float32)) for block, _ in turn.grad_recvs]
             sends += [(x, to) for block, to in turn.grad_sends for x in partial.pop(block)]
-            recvs += [(x, turn.grad_recvs[i][1]) for i, (_, pair) in enumerate(grads) for x in pair]
+            recvs += [(x, source) for (_, source), (_, pair) in zip(turn.grad_recvs, grads, strict=True) for x in pair]
         if not sends and not recvs:
             return _Moving(blocks, grads, _Nothing())
         assert self.transport is not None

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringflash.kernels.reference import LN2, LOG2E, finish_state
+from ringflash.kernels.reference import LN2, LOG2E, empty_state, finish_state
 
 __all__ = ["LN2", "LOG2E", "State", "empty", "finish", "from_border", "merge"]
 
@@ -34,9 +34,7 @@ class State(NamedTuple):
 
 def empty(shape: tuple[int, int, int, int], device: torch.device | str = "cpu") -> State:
     """The identity of merge, of shape (batch, seqlen_q, nheads_q, headdim_v)."""
-    batch, seqlen_q, nheads_q, _ = shape
-    row_max = torch.full((batch, nheads_q, seqlen_q), -math.inf, dtype=torch.float32, device=device)
-    return State(torch.zeros(shape, dtype=torch.float32, device=device), row_max, torch.zeros_like(row_max))
+    return State(*empty_state(shape, device))
 
 
 def merge(a: State, b: State) -> State:

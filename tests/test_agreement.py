@@ -14,6 +14,7 @@ class Gathers:
         self.rank, self.size, self.calls, self.check, self.other = 0, 2, 0, "first", other
         self.gathered: list[int] = []
         self.left: str | None = None
+        self.message_bytes = 4096
         self.lives = self.all_left = True
 
     def alive(self) -> bool:
@@ -26,7 +27,7 @@ class Gathers:
         return self.all_left
 
     def gather_bytes(self, message: bytes) -> list[bytes]:
-        assert len(message) <= agreement.MESSAGE_BYTES
+        assert len(message) <= self.message_bytes
         self.gathered.append(self.calls)
         return [message, json.dumps(self.other).encode()]
 

@@ -82,7 +82,7 @@ def test_one_segment_per_call_carrying_the_state_is_all_in_one_call_bit_for_bit(
 
 def test_the_storage_of_the_state_is_reused() -> None:
     q, k, v = normal(1, 5, 2, 8), normal(1, 9, 2, 8, seed=1), normal(1, 9, 2, 8, seed=2)
-    state = reference.empty_state(q, 8)
+    state = reference.empty_state(q.shape, q.device)
     after = reference.forward(q, [Segment(k, v, *intervals(5, 9))], 0.3, state, finish=False)
     assert [x.data_ptr() for x in after] == [x.data_ptr() for x in state]
 

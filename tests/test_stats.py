@@ -130,7 +130,7 @@ def test_the_reference_kernels_states_are_these_states() -> None:
     acc, row_max, row_sum = reference.forward(q, [reference.Segment(k, v, torch.zeros_like(full), full)], 1.0, finish=False)
     same(State(acc, row_max, row_sum), state_of(q, k, v))
     torch.testing.assert_close(row_max, state_of(q, k, v).max)
-    for x, y in zip(reference.empty_state(q, 8), stats.empty(SHAPE), strict=True):
+    for x, y in zip(reference.empty_state(q.shape, q.device), stats.empty(SHAPE), strict=True):
         assert torch.equal(x, y)
     for x, y in zip(
         reference.finish_state((acc, row_max, row_sum), q.dtype),

@@ -30,6 +30,7 @@ class Communicator:
     groups holds a process group of the ring's own per device type, so that its traffic never mixes with the caller's.
     calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode that the
     ring's first call agreed. left: why this rank did not join an exchange that the others may wait for.
+    message_bytes: the size of a message of gather_bytes.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Communicator:
     calls: int = 0
     check: str = "first"
     left: str | None = None
+    message_bytes: int = MESSAGE_BYTES
     _left_in: int = 0
     _side: dict[int, torch.cuda.Stream] = field(default_factory=dict)
 
@@ -57,12 +59,12 @@ class Communicator:
         return self.groups["cuda"], torch.device("cuda", torch.cuda.current_device())
 
     def gather_bytes(self, message: bytes) -> list[bytes]:
-        """Every rank's message of at most MESSAGE_BYTES, in rank order. A collective with one host synchronisation."""
-        assert len(message) <= MESSAGE_BYTES
+        """Every rank's message of at most message_bytes, in rank order. A collective with one host synchronisation."""
+        assert len(message) <= self.message_bytes
         if self.size == 1:
             return [message]
         group, device = self.control
-        mine = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+        mine = torch.zeros(self.message_bytes, dtype=torch.uint8)
         mine[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
         mine = mine.to(device)
         parts = [torch.empty_like(mine) for _ in range(self.size)]

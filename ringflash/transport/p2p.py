@@ -46,8 +46,6 @@ class Pending:
 class P2P:
     """Sends and receives between neighbours or any ranks of a communicator."""
 
-    name = "p2p"
-
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
