@@ -44,7 +44,7 @@ class Workload:
         self.q, self.k, self.v, self.dout = (x.to(torch.bfloat16) for x in make)
         for x in (self.q, self.k, self.v):
             x.requires_grad_()
-        self.tile = pick("auto", "cuda")
+        self.tile = pick("auto", self.q, self.v)
         self.scale = HEADDIM**-0.5
         plan = make_plan(self.batch.layout, self.batch.mask, schedule=schedule)
         intervals = plan.intervals(self.cp.rank, device)

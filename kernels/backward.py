@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringflash.kernels import blocks, config, portable
-from ringflash.kernels.reference import LOG2E, Segment
+from ringflash.kernels.reference import LOG2E, Segment, clear
 
 _LOG2E = tl.constexpr(LOG2E)
 
@@ -278,12 +278,16 @@ def backward(
     scale: float,
     dq: Tensor | None,
     dkv: Sequence[tuple[Tensor, Tensor]] | None,
+    *,
+    add: bool = True,
 ) -> None:
     """Add the segments' contributions into float32 dq, and into float32 (dk, dv) per segment (README.md has the contract).
 
     dout in q's dtype (batch, seqlen_q, nheads_q, headdim_v); lse, delta float32 contiguous (batch, nheads_q, seqlen_q).
-    Where dq or dkv is None that kernel is not launched.
+    Where dq or dkv is None that kernel is not launched. add=False: dk and dv are overwritten.
     """
+    if not add:
+        clear(dkv)
     dout, q = portable.unit_stride(dout), portable.unit_stride(q)
     grads = [None] * len(segments) if dkv is None else dkv
     pairs = [pair for pair in zip(segments, grads, strict=True) if pair[0].k.shape[1]]

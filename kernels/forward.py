@@ -159,12 +159,12 @@ def launch(
 def _into_state(
     q: Tensor, segments: list[Segment], scale: float, state: State | None, headdim_v: int, options: portable.Options
 ) -> State:
-    into = _room_for_state(q, headdim_v) if state is None else state
+    into = room_for_state(q, headdim_v) if state is None else state
     _one_launch(q, segments, scale, into, into[:2], options, CARRIED=state is not None, FINISH=False)
     return into
 
 
-def _room_for_state(q: Tensor, headdim_v: int) -> State:
+def room_for_state(q: Tensor, headdim_v: int) -> State:
     """Uninitialised: a launch that carries no state in writes every row."""
     batch, seqlen_q, nheads_q, _ = q.shape
     acc = torch.empty(batch, seqlen_q, nheads_q, headdim_v, dtype=torch.float32, device=q.device)

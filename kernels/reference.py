@@ -26,7 +26,9 @@ class Segment(NamedTuple):
 
     k (batch, seqlen_k, nheads_k, headdim); v (batch, seqlen_k, nheads_k, headdim_v);
     begin, end int32 (1 or batch, seqlen_q), 0 <= begin <= end <= seqlen_k, non-decreasing along the row;
-    ready int32 (1,) or None: where given, the tile waits until it is non-zero before it reads k or v.
+    ready int32 (1,) or None: where given, the tile waits until it is non-zero before it reads k or v;
+    late int32 (1,) or None, device or pinned memory: a Hopper kernel that has waited for 20 s sets it to 1 and goes on, with a
+    result that means nothing. Without it, and in the other tiles, the wait has no end.
     """
 
     k: Tensor
@@ -34,6 +36,7 @@ class Segment(NamedTuple):
     begin: Tensor
     end: Tensor
     ready: Tensor | None = None
+    late: Tensor | None = None
 
 
 State = tuple[Tensor, Tensor, Tensor]
@@ -164,6 +167,13 @@ def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     return (rows if dlse is None else rows - dlse).contiguous()
 
 
+def clear(dkv: Sequence[tuple[Tensor, Tensor]] | None) -> None:
+    """Zero the gradients of all segments."""
+    for dk, dv in dkv or ():
+        dk.zero_()
+        dv.zero_()
+
+
 def backward(
     dout: Tensor,
     q: Tensor,
@@ -173,8 +183,15 @@ def backward(
     scale: float,
     dq: Tensor | None,
     dkv: Sequence[tuple[Tensor, Tensor]] | None,
+    *,
+    add: bool = True,
 ) -> None:
-    """Add the segments' contributions into float32 dq, and into float32 (dk, dv) per segment; None: not wanted now."""
+    """Add the segments' contributions into float32 dq, and into float32 (dk, dv) per segment; None: not wanted now.
+
+    add=False: dk and dv are overwritten.
+    """
+    if not add:
+        clear(dkv)
     for i, segment in enumerate(segments):
         for blk in _blocks(segment, q.shape[0]):
             _backward_block(dout, q, segment, (lse, delta), scale, (dq, dkv[i] if dkv is not None else None), blk)

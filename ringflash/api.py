@@ -79,5 +79,6 @@ def _prepare(
         comm.group_for(device_type)
         transport = P2P(comm)
     plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=call.options.schedule)
-    tile = pick(call.options.kernel, device_type)
+    q, _, v = qkv
+    tile = pick(call.options.kernel, q, v, deterministic=call.options.deterministic)
     return qkv, Ring(plan, comm.rank, tile, transport, call.scale), call

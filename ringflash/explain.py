@@ -9,7 +9,7 @@ from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
 from ringflash.plan import Plan, make_plan
-from ringflash.tile import pick
+from ringflash.tile import Inputs, choose, pick
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,6 @@ def explain(
 
 def _report(plan: Plan, call: checks.Call, qkv: tuple[Tensor, Tensor, Tensor], rank: int) -> Explanation:
     q, k, v = qkv
-    meta = q.device.type == "meta"
-    tile = pick(call.options.kernel, "cuda" if meta else q.device.type)
     work = [plan.work(r) for r in range(plan.size)]
     pairs, rows = int(work[rank].sum()), len(plan.rows)
     per_token = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
@@ -114,7 +112,7 @@ def _report(plan: Plan, call: checks.Call, qkv: tuple[Tensor, Tensor, Tensor], r
         size=plan.size,
         layout=repr(call.layout),
         mask=checks.mask_words(plan.mask),
-        kernel=f"{tile.name} ({'as on a GPU: meta tensors' if meta else tile.why})",
+        kernel=_kernel(q, v, call.options),
         transport="none (one rank)" if plan.size == 1 else "p2p (the only one; NCCL for GPU tensors, gloo for CPU tensors)",
         schedule=f"{plan.schedule} ({plan.why})",
         steps=_steps(plan, rank, per_token, k.element_size()),
@@ -122,6 +120,17 @@ def _report(plan: Plan, call: checks.Call, qkv: tuple[Tensor, Tensor, Tensor], r
         flops=2 * q.shape[0] * q.shape[2] * pairs * (q.shape[3] + v.shape[3]) // rows,
         buffer_bytes=_most_held(plan, rank) * per_token * k.element_size(),
     )
+
+
+def _kernel(q: Tensor, v: Tensor, options: Options) -> str:
+    """Which kernel runs and why; meta tensors may go to any GPU."""
+    if q.device.type != "meta":
+        tile = pick(options.kernel, q, v, deterministic=options.deterministic)
+        return f"{tile.name} ({tile.why})"
+    tile = choose(options.kernel, Inputs("sm_90", q.dtype, q.shape[-1], v.shape[-1]), deterministic=options.deterministic)
+    if options.kernel == "auto" and tile.name.startswith("hopper"):
+        return f"{tile.name} on an sm_90 GPU, triton on another (meta tensors)"
+    return f"{tile.name} ({tile.why}; meta tensors: as on an sm_90 GPU)"
 
 
 def _most_held(plan: Plan, rank: int) -> int:

@@ -70,7 +70,12 @@ class TileLike(Protocol):
 
     @property
     def backward(self) -> Callable[..., None]:
-        """(dout, q, segments, lse, delta, scale, dq, dkv): adds into dq and dkv, of which one may be None."""
+        """(dout, q, segments, lse, delta, scale, dq, dkv, add=): adds into dq and dkv, of which one may be None."""
+        ...
+
+    @property
+    def fused_backward(self) -> bool:
+        """Whether dq and dkv at once cost less than one after the other."""
         ...
 
 
@@ -104,20 +109,21 @@ class Ring:
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Pair]:
         """float32 dq and (dk, dv) of this rank's tokens: the gradient of the sum over ranks of their local losses.
 
-        The own block's dQ is computed first, while the first keys arrive, and its dK/dV last, while the other ranks' come home.
+        A tile that makes dQ and dK/dV apart makes the own block's dQ first, while the first keys arrive, and its dK/dV last, while
+        the other ranks' come home: one float32 block less is held meanwhile.
         """
         held, partial = self._own(k, v), {}
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         turns = self.plan.turns[self.rank]
-        alone, closing = len(turns) == 1, turns[-1]
+        apart, closing = len(turns) > 1 and not self.tile.fused_backward, turns[-1]
         add = functools.partial(self._add_gradients, (dout, q, lse, delta), held)
         for turn in turns:
             moving = self._post(turn, held, partial)
             if turn.attend == self.rank:
-                add(self.rank, dq, partial if alone else None)
+                add(self.rank, dq, None if apart else partial)
             elif turn.attend is not None:
                 add(turn.attend, dq, partial)
-            if turn is closing and not alone:
+            if turn is closing and apart:
                 add(self.rank, None, partial)
             self._land(moving, turn, held, partial)
         return dq, partial[self.rank]
@@ -127,11 +133,13 @@ class Ring:
     ) -> None:
         """Add what the rows and a held block give: into dq, and into the partial dK/dV of the block. None: not now."""
         dout, q, lse, delta = rows
-        into = None
+        into, add = None, True
         if partial is not None:
-            partial[block] = partial.get(block) or _zeros_like(held[block])
+            add = block in partial
+            if not add:
+                partial[block] = self._room_for(block, held, torch.float32)
             into = [partial[block]]
-        self.tile.backward(dout, q, [self._segment(held, block, q)], lse, delta, self.scale, dq, into)
+        self.tile.backward(dout, q, [self._segment(held, block, q)], lse, delta, self.scale, dq, into, add=add)
 
     def _own(self, k: Tensor, v: Tensor) -> dict[int, Pair]:
         """The blocks this rank holds: its own, contiguous if it is to be sent."""
@@ -182,11 +190,6 @@ class Ring:
             if self.transport is not None:
                 self.transport.abandon(error)
             raise
-
-
-def _zeros_like(pair: Pair) -> Pair:
-    k, v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in pair)
-    return k, v
 
 
 def _add(into: Pair | None, grads: Pair) -> Pair:

@@ -1,43 +1,75 @@
-"""Which implementation of the tile contract runs (kernels/README.md), picked once per call and loaded when first needed."""
+"""Which implementation of the tile contract runs (kernels/README.md): picked per call, each loaded when first needed."""
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from ringflash.kernels.hopper import support
+from ringflash.kernels.hopper.support import Inputs
 from ringflash.kernels.reference import Segment
 
 
 class Tile(NamedTuple):
-    """One implementation: its functions, and why it was picked."""
+    """One implementation: its functions, and why it was picked.
+
+    fused_backward: dq and (dk, dv) come from one kernel, so that asking for one at a time multiplies more.
+    """
 
     name: str
     why: str
     segment: Callable[..., Segment]
-    forward: Callable[..., tuple[torch.Tensor, ...]]
+    forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., None]
-    delta: Callable[..., torch.Tensor]
+    delta: Callable[..., Tensor]
+    fused_backward: bool = False
 
 
-@functools.lru_cache(maxsize=64)
-def pick(kernel: str, device_type: str) -> Tile:
-    """The tile for tensors on this kind of device. kernel "auto" chooses; a name asks for that implementation.
+def pick(kernel: str, q: Tensor, v: Tensor, *, deterministic: bool = False) -> Tile:
+    """The tile for q (..., headdim) and v (..., headdim_v). kernel "auto" chooses; a name asks for that implementation.
 
     Raises NotImplementedError where the one asked for cannot run.
     """
+    return choose(kernel, Inputs(_arch(q.device), q.dtype, q.shape[-1], v.shape[-1]), deterministic=deterministic)
+
+
+@functools.lru_cache(maxsize=256)
+def choose(kernel: str, inputs: Inputs, *, deterministic: bool = False) -> Tile:
+    """As pick, by what matters of the tensors."""
     has_triton = importlib.util.find_spec("triton") is not None
+    on_gpu = inputs.arch.startswith(("sm_", "gfx", "cuda"))
     if kernel == "reference":
         return _reference("asked for")
+    if kernel == "hopper":
+        return _hopper(inputs, "asked for", deterministic)
     if kernel == "triton":
-        if device_type != "cuda" or not has_triton:
-            found = "triton is not installed" if not has_triton else f"the tensors are on {device_type}"
+        if not on_gpu or not has_triton:
+            found = "triton is not installed" if not has_triton else f"the tensors are on {inputs.arch}"
             raise NotImplementedError(f"kernel='triton' needs a GPU and Triton: {found}; use kernel='auto'")
         return _triton("asked for")
-    if device_type == "cuda" and has_triton:
-        return _triton("tensors on a GPU")
-    return _reference("tensors on a CPU" if device_type != "cuda" else "Triton is not installed")
+    if not on_gpu or not has_triton:
+        return _reference("Triton is not installed" if on_gpu else "tensors on a CPU")
+    reason = _why_not("forward", inputs)
+    if reason is None:
+        return _hopper(inputs, f"{inputs.arch}, {str(inputs.dtype).removeprefix('torch.')}", deterministic)
+    if _why_not("forward", inputs, asked=True) is None:
+        support.say_untested(support.triton_version())
+    return _triton(f"hopper {reason}")
+
+
+def _arch(device: torch.device) -> str:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return device.type
+    from ringflash.kernels import portable
+
+    return portable.arch(device)
+
+
+def _why_not(part: str, inputs: Inputs, *, asked: bool = False) -> str | None:
+    return support.why_not(part, inputs, triton=support.triton_version(), asked=asked)
 
 
 def _reference(why: str) -> Tile:
@@ -50,3 +82,35 @@ def _triton(why: str) -> Tile:
     from ringflash.kernels import backward, forward
 
     return Tile("triton", why, Segment, forward.forward, backward.backward, backward.delta)
+
+
+def _hopper(inputs: Inputs, why: str, deterministic: bool) -> Tile:
+    """The Hopper forward, and the Hopper backward where there is one for such inputs."""
+    reason = _why_not("forward", inputs, asked=True)
+    if reason is not None:
+        raise NotImplementedError(f"kernel='hopper' {reason}; use kernel='auto'")
+    try:
+        from ringflash.kernels.hopper import backward, forward
+    except (ImportError, AttributeError) as error:  # Gluon's names moved: only who asked for an untested Triton gets here
+        reason = f"does not load with Triton {support.triton_version()} ({error})"
+        raise NotImplementedError(f"kernel='hopper' {reason}; use kernel='auto'") from error
+    tile = _triton(why)._replace(name="hopper", forward=forward.forward)
+    reason = _why_not("backward", inputs, asked=True)
+    if reason is not None:
+        return tile._replace(name="hopper forward, triton backward", why=f"{why}; the Hopper backward {reason}")
+    whole = functools.partial(backward.backward, deterministic=True) if deterministic else backward.backward
+    return tile._replace(backward=_whole_or_part(whole, tile.backward), fused_backward=True)
+
+
+def _whole_or_part(whole: Callable[..., None], part: Callable[..., None]) -> Callable[..., None]:
+    """A backward that makes dq and dkv at once, except where one of them is not wanted: `part` makes the other alone."""
+
+    def backward(
+        dout: Tensor, q: Tensor, segments: Sequence[Segment], lse: Tensor, delta: Tensor, scale: float,
+        dq: Tensor | None, dkv: Sequence[tuple[Tensor, Tensor]] | None,
+    ) -> None:  # fmt: skip
+        """Add into float32 dq and (dk, dv) per segment, either of which may be None (kernels/README.md)."""
+        run = part if dq is None or dkv is None else whole
+        run(dout, q, segments, lse, delta, scale, dq, dkv)
+
+    return backward

@@ -179,7 +179,8 @@ def run_threads(case: Case, size: int) -> list[Results]:
     layout, kv_layout = case.layouts(size)
     plan = make_plan(layout, case.mask, kv_layout, schedule=case.schedule)
     boxes = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
-    tile, scale = pick("reference", "cpu"), case.headdim[0] ** -0.5 if case.scale is None else case.scale
+    (q, _, v), _ = case.inputs()
+    tile, scale = pick("reference", q, v), case.headdim[0] ** -0.5 if case.scale is None else case.scale
 
     def one(rank: int) -> Results:
         ring = Ring(plan, rank, tile, _Mail(rank, boxes), scale)

@@ -1,6 +1,7 @@
 """What explain says, against counting: pairs, bytes, schedule, and the errors ring_attention would raise."""
 
 import re
+import sys
 
 import oracle
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.plan import make_plan
+from ringflash.tile import Inputs, Tile, pick
 
 CAUSAL = rf.Mask(causal=True)
 
@@ -66,7 +68,7 @@ def test_the_report_is_readable() -> None:
     text = str(rf.explain(*shards(layout), layout=layout, mask=CAUSAL))
     for words in (
         "rank 0 of 4: Layout(zigzag, seqlen=65536, size=4), Mask(causal=True",
-        "kernel     triton (as on a GPU: meta tensors)",
+        "kernel     triton (hopper has headdim 64, 128, 192/128, 256, not 64/32; meta tensors: as on an sm_90 GPU)",
         "transport  p2p",
         "schedule   rotate (moves 12 blocks between neighbours; direct would move as many)",
         "busiest rank 1.000 x the mean",
@@ -75,6 +77,25 @@ def test_the_report_is_readable() -> None:
     ):
         assert words in text
     assert max(map(len, text.splitlines())) <= 128
+
+
+def test_meta_tensors_may_go_to_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = rf.layouts.zigzag(40, 2)
+    q, k, _ = shards(layout)
+    assert max(map(len, str(rf.explain(q, k, k, layout=layout)).splitlines())) <= 128
+    asked = []
+
+    def choose(kernel: str, inputs: Inputs, *, deterministic: bool) -> Tile:
+        asked.append((kernel, inputs, deterministic))
+        return pick("reference", torch.empty(1, 64), torch.empty(1, 64))._replace(name="hopper", why="why")
+
+    monkeypatch.setattr(sys.modules["ringflash.explain"], "choose", choose)
+    told = rf.explain(q, k, k, layout=layout)
+    assert told.kernel == "hopper on an sm_90 GPU, triton on another (meta tensors)"
+    told = rf.explain(q, k, k, layout=layout, options=rf.Options(kernel="hopper", deterministic=True))
+    assert told.kernel == "hopper (why; meta tensors: as on an sm_90 GPU)"
+    inputs = Inputs("sm_90", torch.bfloat16, 64, 64)
+    assert asked == [("auto", inputs, False), ("hopper", inputs, True)]
 
 
 def test_no_work_is_balanced_and_one_rank_moves_nothing() -> None:
@@ -119,6 +140,7 @@ def test_keys_may_lie_elsewhere() -> None:
         ({"mask": None}, TypeError, "mask must be an rf.Mask: mask=None"),
         ({"mask": rf.Mask(documents=(0, 4))}, ValueError, "documents must end at the sequence length"),
         ({"options": None}, TypeError, "options must be an rf.Options: options=None"),
+        ({"options": rf.Options(kernel="hopper")}, NotImplementedError, "kernel='hopper' has headdim"),
     ],
     ids=str,
 )

@@ -101,7 +101,7 @@ def test_unseen_keys_have_no_influence_whatever_they_hold(session: Session, dtyp
     poisoned = segment._replace(k=segment.k.clone(), v=segment.v.clone())
     poisoned.k[:, 200:], poisoned.v[:, 200:] = float("nan"), float("nan")
     for chosen in (segment, poisoned):
-        out, lse = pick("triton", "cuda").forward(q, [chosen], 0.125)
+        out, lse = pick("triton", q, segment.v).forward(q, [chosen], 0.125)
         expected_out, expected_lse = reference.forward(
             q.float(), [segment._replace(k=segment.k.float(), v=segment.v.float())], 0.125
         )
@@ -111,7 +111,7 @@ def test_unseen_keys_have_no_influence_whatever_they_hold(session: Session, dtyp
 
 def test_carried_state_equals_one_launch_bit_for_bit_where_nothing_is_seen(session: Session) -> None:
     q, segment = _segment_inputs(torch.bfloat16)
-    tile = pick("triton", "cuda")
+    tile = pick("triton", q, segment.v)
     nothing = segment._replace(begin=segment.begin * 0, end=segment.end * 0)
     state = tile.forward(q, [segment], 0.125, None, False)
     before = [x.clone() for x in state]
@@ -121,7 +121,7 @@ def test_carried_state_equals_one_launch_bit_for_bit_where_nothing_is_seen(sessi
 
 def test_a_segment_is_waited_for(session: Session) -> None:
     q, segment = _segment_inputs(torch.bfloat16)
-    tile = pick("triton", "cuda")
+    tile = pick("triton", q, segment.v)
     expected, _ = tile.forward(q, [segment], 0.125)
     ready = torch.zeros(1, dtype=torch.int32, device="cuda")
     landed = torch.ones(1, dtype=torch.int32).pin_memory()
@@ -147,8 +147,9 @@ def test_addresses_past_two_to_the_31(session: Session) -> None:
     for x, y in zip(far, (segment.k, segment.v), strict=True):
         x.copy_(y[:1])
     whole = [torch.zeros_like(segment.begin), torch.full_like(segment.end, rows)]
-    out, _ = pick("triton", "cuda").forward(q[:1], [Segment(far[0], far[1], whole[0], whole[1])], 0.125)
-    expected, _ = pick("triton", "cuda").forward(q[:1], [Segment(segment.k[:1], segment.v[:1], whole[0], whole[1])], 0.125)
+    tile = pick("triton", q, segment.v)
+    out, _ = tile.forward(q[:1], [Segment(far[0], far[1], whole[0], whole[1])], 0.125)
+    expected, _ = tile.forward(q[:1], [Segment(segment.k[:1], segment.v[:1], whole[0], whole[1])], 0.125)
     assert torch.equal(out, expected)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import pytest
+import torch
 
 import ringflash as rf
 from ringflash import tile
@@ -47,4 +48,8 @@ def test_unknown_options_are_refused() -> None:
 
 def test_the_names_are_those_that_the_modules_know() -> None:
     assert set(CHOICES["schedule"]) == {"auto", *SCHEDULES}
-    assert all(tile.pick(kernel, "cpu") for kernel in CHOICES["kernel"] if kernel != "triton")
+    q = torch.empty(1, 1, 1, 64)
+    assert {tile.pick(kernel, q, q).name for kernel in ("auto", "reference")} == {"reference"}
+    for kernel in set(CHOICES["kernel"]) - {"auto", "reference"}:
+        with pytest.raises(NotImplementedError, match=f"kernel={kernel!r} needs"):
+            tile.pick(kernel, q, q)

@@ -1,0 +1,302 @@
+"""The Hopper backward tile: dQ, dK and dV of all segments in one launch, behind a small one that prepares its numbers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ringflash.kernels import blocks, portable
+from ringflash.kernels.hopper import backward_kernel, config, host
+from ringflash.kernels.reference import LOG2E, Segment
+
+_NEVER = tl.constexpr(1 << 30)  # past every row
+_LOG2E = tl.constexpr(LOG2E)
+
+_launcher = host.Launcher(backward_kernel.kernel)
+
+# Heads are walked together while their queries and dO fit in so much; more than the cache, since programs walk the same rows.
+CACHE_BYTES = 64 << 20
+BLOCK_K = 128
+# Rows of statistics that a program of _prepare writes.
+_STRETCH = 2048
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Everything that a backward kernel is compiled for.
+
+    PIPELINE: 0 tile by tile, 1 and 2 the next tile's scores start before the end of this one. HANDOVER: dQ is added by the
+    warpgroups (0) or by a warp of its own, told by mbarriers (1) or named barriers (2). PERMUTE: rows of dS are stored in an
+    order that spreads the stores of dQ over the banks. PERSISTENT: programs take items from a counter. ROTATE: key blocks
+    begin at different rows. FOLD: dS carries the softmax scale. WAITS: some segment has a flag.
+    """
+
+    HEADDIM: int
+    BLOCK_Q: int
+    STAGES: int
+    PLACES: int
+    PIPELINE: int = 2
+    HANDOVER: int = 2
+    PERMUTE: bool = True
+    PERSISTENT: bool = True
+    ROTATE: bool = False
+    FOLD: bool = True
+    DETERMINISTIC: bool = False
+    SEGMENTS: int = 1
+    WAITS: bool = False
+
+
+# headdim -> the constants of the kernel.
+CONSTANTS: dict[int, Backward] = {
+    64: Backward(64, 128, STAGES=2, PLACES=1),
+    128: Backward(128, 64, STAGES=2, PLACES=2),
+}
+
+
+class Options(NamedTuple):
+    """What a benchmark varies beside the constants; None is the library's own choice.
+
+    chunk: heads of keys that are walked together; limit: items a program takes; stride: tiles between the first full tiles of
+    neighbouring key blocks (with ROTATE).
+    """
+
+    chunk: int | None = None
+    limit: int = 8
+    stride: int = 3
+
+
+@triton.jit
+def _spans(begin_ptr, end_ptr, seqlen_q, keys, top):
+    """first[j] ... last[j]-1 are the rows that see key j: how many rows end at or before it, and how many begin so.
+
+    Neither number decreases in the row. top: the largest power of two <= seqlen_q.
+    """
+    first, last = keys * 0, keys * 0
+    step = top
+    while step > 0:
+        inside = first + step <= seqlen_q
+        first = tl.where(inside & (tl.load(end_ptr + first + step - 1, mask=inside, other=0) <= keys), first + step, first)
+        inside = last + step <= seqlen_q
+        last = tl.where(inside & (tl.load(begin_ptr + last + step - 1, mask=inside, other=0) <= keys), last + step, last)
+        step = step // 2
+    return first, last
+
+
+@triton.jit
+def _record(begin_ptr, end_ptr, record_ptr, spans_ptr, segment, n0, seqlen_k, seqlen_q, top, wait, ready, late,
+            UNIT: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """One key block: which rows see each key, and the tiles of rows that follow (words as in backward_kernel).
+
+    wait: 1 if the segment has a flag; ready, late: addresses.
+    """
+    keys = n0 + tl.arange(0, BLOCK_K)
+    first, last = _spans(begin_ptr, end_ptr, seqlen_q, keys, top)
+    seen = (first < last) & (keys < seqlen_k)
+    first = tl.where(seen, first, _NEVER)
+    last = tl.where(seen, last, 0)
+    tl.store(spans_ptr + tl.arange(0, BLOCK_K), first)
+    tl.store(spans_ptr + BLOCK_K + tl.arange(0, BLOCK_K), last)
+    hi = tl.max(last, 0)
+    lo = tl.minimum(tl.min(first, 0), hi) // UNIT * UNIT
+    unseen = tl.max(((first >= last) & (keys < seqlen_k)).to(tl.int32), 0)
+    inner_lo, inner_hi = tl.max(first, 0), tl.min(last, 0)
+    # A tile may end behind the last row: what lies there has no weight.
+    inner_hi = tl.where(inner_hi >= seqlen_q, lo + tl.cdiv(seqlen_q - lo, BLOCK_Q) * BLOCK_Q, inner_hi)
+    # A block with a key that no row sees (or past the end) has no full tile: its P would be exp2(-lse).
+    full_lo, full_hi = blocks.whole_blocks(lo, tl.minimum(inner_lo, hi), inner_hi, BLOCK_Q)
+    left = (full_lo - lo) // BLOCK_Q
+    edges = left + tl.cdiv(tl.maximum(hi - full_hi, 0), BLOCK_Q)
+    tiles = edges + (full_hi - full_lo) // BLOCK_Q
+    word = tl.arange(0, 32)
+    record = tl.where(word == 0, lo, tl.where(word == 1, left, tl.where(word == 2, edges, tl.where(word == 3, tiles, 0))))
+    record = tl.where(word == 4, full_lo, tl.where(word == 5, full_hi, tl.where(word == 6, unseen, record)))
+    record = tl.where(word == 7, segment, tl.where(word == 8, n0, tl.where(word == 9, seqlen_k, record)))
+    record = tl.where(word == 10, wait, record)
+    record = tl.where(word == 11, ready.to(tl.int32), tl.where(word == 12, (ready >> 32).to(tl.int32), record))
+    record = tl.where(word == 13, late.to(tl.int32), tl.where(word == 14, (late >> 32).to(tl.int32), record))
+    tl.store(record_ptr + word, record)
+
+
+@triton.jit
+def _prepare(lse_ptr, delta_ptr, stats_ptr, begins, ends, strides, waits, readys, lates, seqlens_k, work_ptr, records_ptr,
+             spans_ptr, sizes, factor, SEGMENTS: tl.constexpr, UNIT: tl.constexpr, BLOCK_Q: tl.constexpr,
+             BLOCK_K: tl.constexpr, STRETCH: tl.constexpr):  # fmt: skip
+    """Programs below `records` write a record each; the others a stretch of statistics. The first also clears the counters."""
+    seqlen_q, padded, top = blocks.size32(sizes[0]), blocks.size32(sizes[1]), blocks.size32(sizes[2])
+    key_blocks, records = blocks.size32(sizes[3]), blocks.size32(sizes[4])
+    pid = tl.program_id(0)
+    if pid < records:
+        if pid == 0:
+            tl.store(work_ptr + tl.arange(0, 4), tl.zeros([4], tl.int32))
+        b, block = pid // key_blocks, pid % key_blocks
+        s = 0
+        within = block
+        before = 0
+        for i in tl.static_range(0, SEGMENTS - 1):
+            before += tl.cdiv(blocks.size32(seqlens_k[i]), BLOCK_K)
+            s = tl.where(block >= before, i + 1, s)
+            within = tl.where(block >= before, block - before, within)
+        interval_at = b.to(tl.int64) * blocks.size(blocks.pick(strides, s, SEGMENTS))
+        at = pid.to(tl.int64)
+        _record(blocks.pick(begins, s, SEGMENTS) + interval_at, blocks.pick(ends, s, SEGMENTS) + interval_at,
+                records_ptr + at * 32, spans_ptr + at * (2 * BLOCK_K), s, within * BLOCK_K,
+                blocks.size32(blocks.pick(seqlens_k, s, SEGMENTS)), seqlen_q, top,
+                (blocks.size32(waits) >> s) & 1, blocks.pick(readys, s, SEGMENTS).to(tl.int64),
+                blocks.pick(lates, s, SEGMENTS).to(tl.int64), UNIT, BLOCK_Q, BLOCK_K)  # fmt: skip
+    else:
+        stretches = tl.cdiv(padded, STRETCH)
+        head = ((pid - records) // stretches).to(tl.int64)
+        rows = (pid - records) % stretches * STRETCH + tl.arange(0, STRETCH)
+        lse = tl.load(lse_ptr + head * seqlen_q + rows, mask=rows < seqlen_q, other=float("-inf"))
+        delta = tl.load(delta_ptr + head * seqlen_q + rows, mask=rows < seqlen_q, other=0.0)
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)
+        into = stats_ptr + head * 2 * padded + rows
+        tl.store(into, lse * -_LOG2E, mask=rows < padded)
+        tl.store(into + padded, delta * -factor, mask=rows < padded)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    segments: Sequence[Segment],
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    dq: Tensor,
+    dkv: Sequence[tuple[Tensor, Tensor]],
+    *,
+    add: bool = True,
+    deterministic: bool = False,
+) -> None:
+    """Add the segments' contributions to float32 dq, and to float32 (dk, dv) per segment (kernels/README.md has the contract).
+
+    dout (batch, seqlen_q, nheads_q, headdim), q alike, bfloat16 or float16; lse, delta float32 (batch, nheads_q, seqlen_q).
+    add=False: dk and dv are stored instead, zeros where no row sees the key. deterministic: dq too is the same to the bit
+    every time, since its parts are added in one order.
+    """
+    launch(dout, q, segments, lse, delta, scale, dq, dkv, add=add, DETERMINISTIC=deterministic)
+
+
+def launch(
+    dout: Tensor,
+    q: Tensor,
+    segments: Sequence[Segment],
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    dq: Tensor,
+    dkv: Sequence[tuple[Tensor, Tensor]],
+    *,
+    add: bool = True,
+    options: Options = Options(),
+    **changes: Any,
+) -> None:
+    """`backward` with the choices a benchmark varies laid open: options, and fields of Backward."""
+    pairs = [pair for pair in zip(segments, dkv, strict=True) if pair[0].k.numel()]
+    if q.numel() == 0:
+        if not add:
+            for _, grads in pairs:
+                _ = [grad.zero_() for grad in grads]
+        return
+    constants = replace(CONSTANTS[q.shape[3]], FOLD=q.dtype == torch.bfloat16)
+    constants = replace(constants, **changes)
+    dout, q = host.loadable(dout), host.loadable(q)
+    for i in range(0, len(pairs), portable.MAX_SEGMENTS):
+        part, into = zip(*pairs[i : i + portable.MAX_SEGMENTS], strict=True)
+        _one_launch(dout, q, part, (lse, delta), scale, dq, into, constants, options, add)
+
+
+def _one_launch(dout: Tensor, q: Tensor, segments: Sequence[Segment], stats: tuple[Tensor, Tensor], scale: float, dq: Tensor,
+                dkv: Sequence[tuple[Tensor, Tensor]], constants: Backward, options: Options, add: bool) -> None:  # fmt: skip
+    batch, _, nheads_q, headdim = q.shape
+    nheads_k = segments[0].k.shape[2]
+    c = replace(constants, SEGMENTS=len(segments), WAITS=host.waits(segments) != 0)
+    key_blocks = sum(-(-segment.k.shape[1] // BLOCK_K) for segment in segments)
+    heads = batch * nheads_k
+    items = key_blocks * heads
+    row_bytes = q.shape[1] * (nheads_q // nheads_k) * headdim * 2 * q.element_size()
+    chunk = options.chunk or min(heads, max(1, CACHE_BYTES // row_bytes))
+    limit = options.limit if c.PERSISTENT else 1
+    grid = min(items, max(host.multiprocessors(q.device), -(-items // limit))) if c.PERSISTENT else items
+    ks = tuple(host.describe(host.loadable(segment.k), BLOCK_K, headdim) for segment in segments)
+    vs = tuple(host.describe(host.loadable(segment.v), BLOCK_K, headdim) for segment in segments)
+    with portable.guard(q.device):
+        rows, spans, records, work = _prepared(segments, *stats, key_blocks, scale if c.FOLD else 1.0, c)
+        dks, dvs = tuple([dk for dk, _ in dkv]), tuple([dv for _, dv in dkv])
+        args = (
+            host.describe(q, c.BLOCK_Q, headdim), host.describe(dout, c.BLOCK_Q, headdim), host.describe(dq, 64, 64), rows,
+            spans, *portable.slots(ks), *portable.slots(vs), dks, dvs, work, records, work, scale * LOG2E, scale, items,
+            key_blocks, heads, chunk, nheads_k, nheads_q // nheads_k, key_blocks if records.shape[0] > key_blocks else 0,
+            limit, options.stride, host.flags(segments)[2], int(add), config.Known(c),
+        )  # fmt: skip
+        _launcher(grid, args, key=(c, q.dtype), pointers=(*dks, *dvs, work, records))
+
+
+def _prepared(segments: Sequence[Segment], lse: Tensor, delta: Tensor, key_blocks: int, factor: float,
+              c: Backward) -> tuple[TensorDescriptor, TensorDescriptor, Tensor, Tensor]:  # fmt: skip
+    """Statistics and spans as descriptors, records (a row each), and cleared counters, by one launch."""
+    batch, nheads_q, seqlen_q = lse.shape
+    begins, ends, strides = host.intervals(segments)
+    readys, lates, _ = host.flags(segments)
+    records = key_blocks * max(segment.begin.shape[0] for segment in segments)
+    # A tile may begin at any row (statistics: at a multiple of 4) and is read whole.
+    padded = -(-seqlen_q // 64) * 64 + c.BLOCK_Q
+    stretches = batch * nheads_q * -(-padded // _STRETCH)
+    numbers = torch.empty(records * (32 + 2 * BLOCK_K) + 32, dtype=torch.int32, device=lse.device)
+    rows = torch.empty(batch * nheads_q * 2 * padded, dtype=torch.float32, device=lse.device)
+    work, table, spans = numbers[:32], numbers[32 : 32 + 32 * records], numbers[32 + 32 * records :]
+    _prepare[(records + stretches,)](  # pyright: ignore[reportIndexIssue]
+        lse, delta, rows, begins, ends, strides, portable.encode(host.waits(segments))[0], readys, lates,
+        portable.encode(*(segment.k.shape[1] for segment in segments)), work, table, spans,
+        portable.encode(seqlen_q, padded, 1 << (seqlen_q.bit_length() - 1), key_blocks, records), factor,
+        SEGMENTS=len(segments), UNIT=c.BLOCK_Q if c.DETERMINISTIC else 4, BLOCK_Q=c.BLOCK_Q, BLOCK_K=BLOCK_K,
+        STRETCH=_STRETCH, num_warps=4,
+    )  # fmt: skip
+    return (
+        TensorDescriptor(rows, [batch * nheads_q, 2, padded], [2 * padded, padded, 1], [1, 2, c.BLOCK_Q], _FLAT[3]),
+        TensorDescriptor(spans, [records, 2 * BLOCK_K], [2 * BLOCK_K, 1], [1, 2 * BLOCK_K], _FLAT[2]),
+        table.view(records, 32),
+        work,
+    )
+
+
+_FLAT = {rank: gl.NVMMASharedLayout(0, 32, rank=rank) for rank in (2, 3)}
+
+
+def sources() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """(name, kernel, signature, constants, options) of every configuration, to be compiled without a GPU."""
+    variants: dict[str, dict[str, Any]] = {"plain": {}, "three segments": {"SEGMENTS": 3, "WAITS": True}}
+    for dtype in (torch.bfloat16, torch.float16):
+        for headdim, constants in CONSTANTS.items():
+            for name, changes in variants.items():
+                c = replace(constants, FOLD=dtype == torch.bfloat16, **changes)
+                yield (f"{str(dtype)[6:]} {headdim} {name}", backward_kernel.kernel, *signature(c, dtype), host.LAUNCH)
+
+
+def signature(c: Backward, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(signature, constants) of the kernel compiled for c."""
+    rows, keys = host.descriptor_type(c.BLOCK_Q, c.HEADDIM, dtype), host.descriptor_type(BLOCK_K, c.HEADDIM, dtype)
+    constants: dict[str, Any] = {"CONFIG": config.Known(c)}
+    signature: dict[str, Any] = {
+        "q_desc": rows,
+        "dout_desc": rows,
+        "dq_desc": host.descriptor_type(64, 64, torch.float32),
+        "stats_desc": f"tensordesc<fp32[1, 2, {c.BLOCK_Q}],{_FLAT[3]!r}>",
+        "spans_desc": f"tensordesc<i32[1, {2 * BLOCK_K}],{_FLAT[2]!r}>",
+    }
+    for name in ("k", "v"):
+        for i in range(portable.MAX_SEGMENTS):
+            signature[f"{name}{i}"] = keys if i < c.SEGMENTS else "constexpr"
+            if i >= c.SEGMENTS:
+                constants[f"{name}{i}"] = None
+    signature |= dict.fromkeys(("dks", "dvs"), ("*fp32",) * c.SEGMENTS)
+    signature |= {f"{name}_ptr": "*i32" for name in ("counter", "records", "turns")} | {"scale2": "fp32", "scale": "fp32"}
+    names = ("items", "blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "limit", "stride")
+    signature |= dict.fromkeys(names, "i32") | {"limit_ns": "i64", "add": "i32", "CONFIG": "constexpr"}
+    return signature, constants

@@ -1,0 +1,64 @@
+"""The frozen table of the Hopper kernels' block sizes, and what of a launch is known when compiling."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from triton.language import constexpr
+
+
+@dataclass(frozen=True)
+class Known:
+    """A frozen dataclass as one constexpr argument of a kernel: its fields read as constants there."""
+
+    of: Any
+
+    def __getattr__(self, name: str) -> constexpr:
+        return constexpr(getattr(self.of, name))
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Everything that a forward kernel is compiled for.
+
+    TURNS: the two warpgroups start their products in turn.
+    FIRST: the leftmost full block moves the reference as well. ITEMS: how many items a program takes before it makes room for
+    other kernels. SHIFT, LIMIT: forward_kernel. FLAT, SHORT: where a row's sum
+    is below FLAT times its largest p, or there are at most SHORT blocks, every block moves the reference. WAITS: one bit for each segment that has a flag.
+    """
+
+    BLOCK_Q: int
+    BLOCK_K: int
+    HEADDIM: int
+    HEADDIM_V: int
+    STAGES: int
+    Q_REGS: bool
+    STAGED: bool
+    SEGMENTS: int = 1
+    CARRIED: bool = False
+    FINISH: bool = True
+    EXACT: bool = False
+    FIRST: bool = True
+    TURNS: bool = True
+    FLAT: float = 12.0
+    SHORT: int = 8
+    SHIFT: float = 32.0
+    LIMIT: float = 2.0**96
+    WAITS: int = 0
+    ITEMS: int = 16
+    SLOTS: int = 2
+    REGS: int = 232
+    COPY_REGS: int = 40
+
+    @property
+    def PASSES(self) -> int:  # noqa: N802
+        """A second pass is there for what the optimistic reference got wrong."""
+        return 1 if self.EXACT else 2
+
+
+# (headdim, headdim_v) -> the constants of the forward kernel.
+FORWARD: dict[tuple[int, int], Forward] = {
+    (64, 64): Forward(128, 128, 64, 64, STAGES=3, Q_REGS=True, STAGED=True),
+    (128, 128): Forward(128, 128, 128, 128, STAGES=2, Q_REGS=True, STAGED=True),
+    (192, 128): Forward(128, 64, 256, 128, STAGES=2, Q_REGS=False, STAGED=False),
+    (256, 256): Forward(128, 64, 256, 256, STAGES=2, Q_REGS=False, STAGED=False),
+}

@@ -1,0 +1,170 @@
+"""The Hopper forward tile: one launch walks all segments, from a carried state or none, to the next state or the result."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels import forward as plain
+from ringflash.kernels import portable
+from ringflash.kernels.hopper import config, forward_kernel, host
+from ringflash.kernels.reference import LOG2E, Segment, State
+
+_launcher = host.Launcher(forward_kernel.kernel)
+
+# float16 holds 2**16 at most and few small numbers: see forward_kernel.
+_HALF = {"SHIFT": 4.0, "LIMIT": 2.0**15}
+
+
+def forward(
+    q: Tensor,
+    segments: list[Segment],
+    scale: float,
+    state: State | None = None,
+    finish: bool = True,
+    *,
+    exact: bool = False,
+    stats: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Attend the segments, starting from `state`: -> State, or (out, lse) with `finish` (kernels/README.md has the contract).
+
+    q (batch, seqlen_q, nheads_q, headdim), bfloat16 or float16, head dims as in config.FORWARD. The storage of `state` is
+    consumed. exact: the online softmax throughout. stats: int32 (2,) on q's device, to which the number of items (128 rows of
+    one head) and of those computed twice are added.
+    """
+    return launch(q, segments, scale, state=state, finish=finish, exact=exact, stats=stats)
+
+
+def launch(
+    q: Tensor,
+    segments: list[Segment],
+    scale: float,
+    *,
+    state: State | None = None,
+    finish: bool = True,
+    exact: bool = False,
+    stats: Tensor | None = None,
+    **changes: Any,
+) -> tuple[Tensor, ...]:
+    """`forward` with the constants a benchmark varies (fields of config.Forward) laid open."""
+    parts = portable.in_launches(segments)
+    if q.numel() == 0 or not parts[0]:
+        return plain.forward(q, segments, scale, state, finish)
+    if scale <= 0:  # the kernel takes the maximum before it scales
+        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+    headdim, headdim_v = q.shape[3], segments[0].v.shape[3]
+    constants = _constants(headdim, headdim_v, q.dtype, exact, tuple(changes.items()))
+    q = host.loadable(q)
+    for part in parts[:-1]:
+        state = _into_state(q, part, scale, state, headdim_v, constants, stats)
+    if not finish:
+        return _into_state(q, parts[-1], scale, state, headdim_v, constants, stats)
+    out = q.new_empty(*q.shape[:3], headdim_v)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+    _one_launch(q, parts[-1], scale, state, (out, lse), constants, stats)
+    return out, lse
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(
+    headdim: int, headdim_v: int, dtype: torch.dtype, exact: bool, changes: tuple[tuple[str, Any], ...]
+) -> config.Forward:
+    half = _HALF if dtype == torch.float16 else {}
+    return replace(config.FORWARD[headdim, headdim_v], **({"EXACT": exact} | half | dict(changes)))
+
+
+@functools.lru_cache(maxsize=256)
+def _of_launch(
+    constants: config.Forward, segments: int, carried: bool, finish: bool, waits: int
+) -> tuple[config.Forward, config.Known]:
+    slots = 1 if carried else constants.SLOTS
+    c = replace(constants, SEGMENTS=segments, CARRIED=carried, FINISH=finish, WAITS=waits, SLOTS=slots)
+    return c, config.Known(c)
+
+
+def _into_state(
+    q: Tensor, segments: list[Segment], scale: float, state: State | None, headdim_v: int, constants: config.Forward,
+    stats: Tensor | None,
+) -> State:  # fmt: skip
+    into = plain.room_for_state(q, headdim_v) if state is None else state
+    _one_launch(q, segments, scale, state, None, constants, stats, into)
+    return into
+
+
+def _one_launch(
+    q: Tensor,
+    segments: list[Segment],
+    scale: float,
+    state: State | None,
+    result: tuple[Tensor, Tensor] | None,
+    constants: config.Forward,
+    stats: Tensor | None,
+    into: State | None = None,
+) -> None:
+    batch, seqlen_q, nheads_q, _ = q.shape
+    c, known = _of_launch(constants, len(segments), state is not None, result is not None, host.waits(segments))
+    out, lse = result if result is not None else (into or state or ())[:2]
+    _, row_max, row_sum = state or into or (None, lse, lse)
+    acc = out if state is None else state[0]
+    heads, group = batch * nheads_q, nheads_q // segments[0].k.shape[2]
+    items = -(-seqlen_q // c.BLOCK_Q) * heads
+    chunk = portable.heads_together(portable.key_bytes(segments), group, heads)
+    work = torch.zeros(2, dtype=torch.int32, device=q.device)
+    ks = tuple([host.describe(host.loadable(segment.k), c.BLOCK_K, c.HEADDIM) for segment in segments])
+    vs = tuple([host.describe(host.loadable(segment.v), c.BLOCK_K, c.HEADDIM_V) for segment in segments])
+    begins, ends, strides = host.intervals(segments)
+    readys, lates, limit_ns = host.flags(segments)
+    args = (
+        host.describe(q, 64, c.HEADDIM), *portable.slots(ks), *portable.slots(vs),
+        host.describe(acc, 64, c.HEADDIM_V) if c.CARRIED else None, host.describe(out, 64, c.HEADDIM_V),
+        begins, ends, readys, lates, acc, row_max, row_sum, out, lse, work,
+        portable.encode(seqlen_q, nheads_q, group, heads, chunk, items), strides,
+        portable.encode(*[segment.k.shape[1] for segment in segments]), limit_ns, scale * LOG2E, known,
+    )  # fmt: skip
+    grid = min(items, -(-items // c.ITEMS) + host.multiprocessors(q.device))
+    with portable.guard(q.device):
+        _launcher(grid, args, key=(c, q.dtype), pointers=(*begins, *ends, *readys, *lates, acc, row_max, row_sum, out, lse, work))
+    if stats is not None:
+        stats[0] += items
+        stats[1:] += work[1:]
+
+
+def sources() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """(name, kernel, signature, constants, options) of every configuration, to be compiled without a GPU."""
+    variants: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "exact": {"EXACT": True},
+        "carried": {"CARRIED": True, "SLOTS": 1},
+        "to state": {"FINISH": False},
+        "three segments": {"SEGMENTS": 3, "WAITS": 5, "CARRIED": True, "FINISH": False, "SLOTS": 1},
+    }
+    for dtype, more in ((torch.bfloat16, {}), (torch.float16, _HALF)):
+        for (headdim, headdim_v), constants in config.FORWARD.items():
+            for name, changes in variants.items():
+                c = replace(constants, **more, **changes)
+                yield (f"{str(dtype)[6:]} {headdim}/{headdim_v} {name}", forward_kernel.kernel, *_signature(c, dtype), host.LAUNCH)
+
+
+def _signature(c: config.Forward, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+    element = host.descriptor_type(64, c.HEADDIM, dtype)
+    out = host.descriptor_type(64, c.HEADDIM_V, dtype if c.FINISH else torch.float32)
+    constants: dict[str, Any] = {"CONFIG": config.Known(c)}
+    signature: dict[str, Any] = {"q_desc": element}
+    for name, headdim in (("k", c.HEADDIM), ("v", c.HEADDIM_V)):
+        for i in range(portable.MAX_SEGMENTS):
+            signature[f"{name}{i}"] = host.descriptor_type(c.BLOCK_K, headdim, dtype) if i < c.SEGMENTS else "constexpr"
+            if i >= c.SEGMENTS:
+                constants[f"{name}{i}"] = None
+    signature["acc_desc"] = host.descriptor_type(64, c.HEADDIM_V, torch.float32) if c.CARRIED else "constexpr"
+    if not c.CARRIED:
+        constants["acc_desc"] = None
+    signature["o_desc"] = out
+    signature |= {name: ("*i32",) * c.SEGMENTS for name in ("begins", "ends", "readys", "lates")}
+    signature |= {name: "*fp32" for name in ("acc_ptr", "max_ptr", "sum_ptr")}
+    signature |= {"out_ptr": "*" + out.removeprefix("tensordesc<").split("[")[0], "lse_ptr": "*fp32", "work_ptr": "*i32"}
+    signature |= {"sizes": ("i64",) * 6, **{name: ("i64",) * c.SEGMENTS for name in ("strides", "seqlens_k")}}
+    signature |= {"limit_ns": "i64", "scale": "fp32", "CONFIG": "constexpr"}
+    return signature, constants

@@ -1,0 +1,392 @@
+"""The forward kernel for Hopper: a copy warp feeds two warpgroups of 64 rows, over items taken from a counter.
+
+Softmax: every row keeps a reference m and sums exp2(x - m). Edge blocks, and the first full one where a row has seen nothing
+yet, raise m as the online softmax does; the other full blocks take it as it is, without a maximum and without rescaling. A sum
+past LIMIT (or a result that is not finite) shows in the end; such an item is computed again, exactly, before the program ends.
+m lies SHIFT above the maximum seen, so that sums begin far below 1 and a score may exceed the reference by log2(LIMIT) + SHIFT.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ringflash.kernels.hopper import dialect
+from ringflash.kernels.hopper import forward_copies as copies
+
+_LN2 = gl.constexpr(0.6931471805599453)
+_NEVER = gl.constexpr(1 << 30)  # past every key
+_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def _row_sum(p, BLOCK_K: gl.constexpr):
+    """[64, BLOCK_K] -> [64, 4]: every thread keeps a part of its own, and no shuffle is needed until the end."""
+    return gl.sum(gl.sum(gl.reshape(p, [64, BLOCK_K // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _row_max(x, LAYOUT: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Maximum of each row, by short chains."""
+    y = gl.max(gl.reshape(x, [64, BLOCK_K // 32, 4, 4, 2]), 4)
+    y = gl.max(gl.max(y, 2), 1)
+    return gl.convert_layout(gl.max(y, 1), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _like(x, y):
+    """x [64] in the layout of y's rows, without moving anything."""
+    return gl.convert_layout(x, gl.SliceLayout(1, y.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def _rows(x, acc):
+    """x [64] to be multiplied with acc's rows."""
+    return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout))[:, None]
+
+
+@gluon.jit
+def _online(s, m, l, scale, rows, n0, n1, WG: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr):
+    """(p, m, l, alpha): the online softmax. m is the maximum so far, plus SHIFT; -inf where nothing was seen."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    if MASK:
+        # Read here and not before, so that the comparisons stay behind the product. One unsigned comparison for both ends.
+        begin = rows.slice(64 * WG, 64).load(LAYOUT)
+        end = rows.slice(CONFIG.BLOCK_Q + 64 * WG, 64).load(LAYOUT)
+        after = gl.arange(0, CONFIG.BLOCK_K, layout=gl.SliceLayout(0, s.type.layout))[None, :] - (begin - n0)[:, None]
+        length = gl.maximum(gl.minimum(end, n1) - begin, 0)
+        s = dialect.where_below(s, after, length[:, None])
+    m_new = gl.maximum(m, _row_max(s, LAYOUT, CONFIG.BLOCK_K) * scale + CONFIG.SHIFT)
+    safe = m_new
+    if MASK:
+        safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+    p = gl.exp2(s * scale - safe[:, None])
+    alpha = gl.exp2(m - safe)
+    l = l * _like(alpha, l)[:, None] + _row_sum(p, CONFIG.BLOCK_K)
+    return p, m_new, l, alpha
+
+
+@gluon.jit
+def _zero_unseen(v, WG: gl.constexpr, n0, lo, hi, begin_ptr, end_ptr, first, last, CONFIG: gl.constexpr):
+    """Zero the V rows of this warpgroup's half whose keys no row of the item sees: they may hold NaN, and 0 * NaN is NaN."""
+    HALF: gl.constexpr = CONFIG.BLOCK_K // 2
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for part in gl.static_range(HALF // 16):
+        keys = n0 + WG * HALF + part * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, L))
+        ended = keys * 0  # rows that end at or before the key: `end` does not decrease
+        for i in gl.static_range(8):
+            further = ended + (CONFIG.BLOCK_Q >> i)
+            inside = further <= last - first
+            ended = gl.where(inside & (gl.load(end_ptr + first + further - 1, mask=inside, other=0) <= keys), further, ended)
+        begins = gl.load(begin_ptr + first + ended, mask=ended < last - first, other=_NEVER)
+        seen = (begins <= keys) & (keys >= lo) & (keys < hi)
+        rows = v.slice(WG * HALF + part * 16, 16)
+        rows.store(gl.where(seen[:, None], rows.load(L), 0.0).to(v.dtype))
+    fence_async_shared()
+    dialect.meet(12, 256)
+
+
+@gluon.jit
+def _rounded(p, DTYPE: gl.constexpr):
+    """p in 16 bits; pinned, so that two numbers stay in one register throughout."""
+    p = p.to(DTYPE)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def _scores(q, k_smem, k_full, t, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+    """Start q k^T of block t."""
+    k = k_smem.index(t % CONFIG.STAGES).reshape([CONFIG.BLOCK_K, CONFIG.HEADDIM])
+    zero = gl.zeros([64, CONFIG.BLOCK_K], gl.float32, LAYOUT)
+    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _values(v_smem, t, CONFIG: gl.constexpr):
+    return v_smem.index(t % CONFIG.STAGES).reshape([CONFIG.BLOCK_K, CONFIG.HEADDIM_V])
+
+
+@gluon.jit
+def _phase(t, CONFIG: gl.constexpr):
+    return (t // CONFIG.STAGES) & 1
+
+
+@gluon.jit
+def _step(q, smems, bars, t, end_t, m, l, acc, p, scale, seen, unseen, n0, n1, WG: gl.constexpr, MASK: gl.constexpr,
+          ONLINE: gl.constexpr, CONFIG: gl.constexpr):  # fmt: skip
+    """Scores and softmax of block t while the values of block t - 1 are multiplied."""
+    q_smem, k_smem, v_smem, o_smem = smems
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty = bars
+    rows, lo, hi, begin_ptr, end_ptr, first, last = seen
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.BLOCK_K, 16])
+    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.HEADDIM_V, 16])
+    LP: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
+    if CONFIG.TURNS:
+        dialect.meet(13 + WG, 256)
+    s_t = _scores(q, k_smem, k_full, t, LS, CONFIG)
+    mbarrier.wait(v_full.index((t - 1) % CONFIG.STAGES), _phase(t - 1, CONFIG))
+    acc_t = warpgroup_mma(gl.convert_layout(p, LP), _values(v_smem, t - 1, CONFIG), acc, is_async=True)
+    if CONFIG.TURNS:
+        dialect.pass_on(14 - WG, 256)
+    s = warpgroup_mma_wait(1, [s_t])
+    mbarrier.arrive(k_empty.index(t % CONFIG.STAGES))
+    if ONLINE:
+        p, m, l, alpha = _online(s, m, l, scale, rows, n0, n1, WG, MASK, CONFIG)
+    else:
+        p = gl.exp2(s * scale - m[:, None])
+        l = l + _row_sum(p, CONFIG.BLOCK_K)
+    # The wait for the next K stands here, not at the loop's top: it keeps ptxas from hoisting the wait below over the softmax.
+    mbarrier.wait(k_full.index((t + 1) % CONFIG.STAGES), _phase(t + 1, CONFIG), pred=t + 1 < end_t)
+    acc = warpgroup_mma_wait(0, [acc_t])
+    mbarrier.arrive(v_empty.index((t - 1) % CONFIG.STAGES))
+    if ONLINE:
+        acc = acc * _rows(alpha, acc)
+    p = _rounded(p, v_smem.dtype)
+    if MASK:  # noqa: SIM102
+        if unseen != 0:
+            mbarrier.wait(v_full.index(t % CONFIG.STAGES), _phase(t, CONFIG))
+            _zero_unseen(_values(v_smem, t, CONFIG), WG, n0, lo, hi, begin_ptr, end_ptr, first, last, CONFIG)
+    return m, l, acc, p
+
+
+@gluon.jit
+def _attend(q, smems, bars, t, span, seen, release, scale, m, l, acc, online, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Walk a span's blocks: (m, l, acc, online). online: 1 moves the reference in every block, 0 only in the masked ones, 2 is
+    for this span to decide: what its masked blocks held says whether few keys have most of the weight. Then the largest had
+    better be a reference, which makes its p a power of two, without rounding.
+    """
+    q_smem, k_smem, v_smem, o_smem = smems
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty = bars
+    rows, lo, hi, begin_ptr, end_ptr, first, last = seen
+    right, full, count, masked, unseen = span
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.BLOCK_K, 16])
+    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.HEADDIM_V, 16])
+    LP: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
+    edges = count - full
+    end_t = t + count
+    n0, n1 = copies.block_at(0, hi, lo, right, full, edges, CONFIG.BLOCK_K)
+    mbarrier.wait(k_full.index(t % CONFIG.STAGES), _phase(t, CONFIG))
+    s = warpgroup_mma_wait(0, [_scores(q, k_smem, k_full, t, LS, CONFIG)])
+    mbarrier.arrive(k_empty.index(t % CONFIG.STAGES))
+    p, m, l, alpha = _online(s, m, l, scale, rows, n0, n1, WG, True, CONFIG)
+    acc = acc * _rows(alpha, acc)
+    if unseen != 0:
+        mbarrier.wait(v_full.index(t % CONFIG.STAGES), _phase(t, CONFIG))
+        _zero_unseen(_values(v_smem, t, CONFIG), WG, n0, lo, hi, begin_ptr, end_ptr, first, last, CONFIG)
+    p = _rounded(p, v_smem.dtype)
+    mbarrier.wait(k_full.index((t + 1) % CONFIG.STAGES), _phase(t + 1, CONFIG), pred=count > 1)
+    for j in range(1, masked):
+        n0, n1 = copies.block_at(j, hi, lo, right, full, edges, CONFIG.BLOCK_K)
+        m, l, acc, p = _step(q, smems, bars, t + j, end_t, m, l, acc, p, scale, seen, unseen, n0, n1, WG, True, True, CONFIG)
+    mbarrier.arrive(release)
+    if not CONFIG.EXACT:
+        if (online == 2) & (full > 0):
+            weight = gl.sum(gl.sum(l, 1), 0) * (2.0**CONFIG.SHIFT / 64)
+            online = ((weight < CONFIG.FLAT) | (count <= CONFIG.SHORT)).to(gl.int32)
+    until = gl.where(online == 1, count, masked)
+    for j in range(masked, until):
+        m, l, acc, p = _step(q, smems, bars, t + j, end_t, m, l, acc, p, scale, seen, unseen, 0, 0, WG, False, True, CONFIG)
+    if not CONFIG.EXACT:
+        for j in range(until, count):
+            m, l, acc, p = _step(q, smems, bars, t + j, end_t, m, l, acc, p, scale, seen, unseen, 0, 0, WG, False, False, CONFIG)
+    mbarrier.wait(v_full.index((end_t - 1) % CONFIG.STAGES), _phase(end_t - 1, CONFIG))
+    acc_t = warpgroup_mma(gl.convert_layout(p, LP), _values(v_smem, end_t - 1, CONFIG), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, [acc_t])
+    mbarrier.arrive(v_empty.index((end_t - 1) % CONFIG.STAGES))
+    return m, l, acc, online
+
+
+@gluon.jit
+def _word(info, i: gl.constexpr):
+    return gl.max(info.slice(i, 1).load(_GROUP), 0)
+
+
+@gluon.jit
+def _pick(xs, s, SEGMENTS: gl.constexpr):
+    x = xs[0]
+    for i in gl.static_range(1, SEGMENTS):
+        x = gl.where(s == i, xs[i], x)
+    return x
+
+
+@gluon.jit
+def _merge(m, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr):
+    """Add the carried state: (reference, sum, acc), untouched to the bit where the row saw nothing here."""
+    m_in = gl.load(max_ptr + row_at, mask=keep, other=-float("inf"))
+    sum_in = gl.load(sum_ptr + row_at, mask=keep, other=0.0)
+    m_new = gl.maximum(m_in, m + gl.log2(total))
+    safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+    ours = gl.where(total > 0, gl.exp2(m - safe), 0.0)
+    theirs = gl.exp2(m_in - safe)
+    acc = acc_in * _rows(theirs, acc) + acc * _rows(ours, acc)
+    return m_new, sum_in * theirs + total * ours, acc
+
+
+@gluon.jit
+def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, ends, numbers, acc_ptr, max_ptr, sum_ptr, out_ptr,
+              lse_ptr, work_ptr, scale, CONFIG: gl.constexpr):  # fmt: skip
+    """One warpgroup: the softmax and both products of 64 rows."""
+    q_smem, k_smem, v_smem, o_smem = smems
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty = bars
+    info, rows_smem, span_full, span_empty = spans
+    items_smem, bad_smem = redo
+    sizes, strides = numbers
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.BLOCK_K, 16])
+    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.HEADDIM_V, 16])
+    RS: gl.constexpr = gl.SliceLayout(1, LS)
+    RO: gl.constexpr = gl.SliceLayout(1, LO)
+    if CONFIG.TURNS and WG == 1:
+        dialect.pass_on(13, 256)
+    t = 0
+    c = 0
+    n = 0
+    passes = 0
+    while passes < CONFIG.PASSES:
+        slot = c % CONFIG.SLOTS
+        mbarrier.wait(span_full.index(slot), (c // CONFIG.SLOTS) & 1)
+        place = _word(info.index(slot), copies.PLACE)
+        if place < 0:
+            mbarrier.arrive(span_empty.index(slot))
+            c += 1
+            passes += 1
+            if passes < CONFIG.PASSES:
+                mbarrier.arrive(done.index(0))
+        else:
+            b = _word(info.index(slot), copies.BATCH)
+            h = _word(info.index(slot), copies.HEAD)
+            first = _word(info.index(slot), copies.FIRST)
+            last = gl.minimum(first + CONFIG.BLOCK_Q, sizes[0])
+            online = 1
+            if not CONFIG.EXACT:
+                online = 2 - _word(info.index(slot), copies.ONLINE)
+            mbarrier.wait(q_full.index(WG), n & 1)
+            q = q_smem.index(WG).reshape([64, CONFIG.HEADDIM])
+            if CONFIG.Q_REGS:
+                q = q.load(gl.DotOperandLayout(0, LS, 2))
+                mbarrier.arrive(q_empty.index(WG))
+            if CONFIG.CARRIED:
+                if CONFIG.STAGED:
+                    tma.store_wait(0)
+                    mbarrier.arrive(o_empty.index(WG))
+            m = gl.full([64], -float("inf"), gl.float32, RS)
+            l = _row_sum(gl.zeros([64, CONFIG.BLOCK_K], gl.float32, LS), CONFIG.BLOCK_K)
+            acc = gl.zeros([64, CONFIG.HEADDIM_V], gl.float32, LO)
+            for s in range(CONFIG.SEGMENTS):
+                slot = c % CONFIG.SLOTS
+                mbarrier.wait(span_full.index(slot), (c // CONFIG.SLOTS) & 1)
+                word = info.index(slot)
+                hi, lo, right, full = _word(word, copies.HI), _word(word, copies.LO), _word(word, copies.RIGHT), _word(word, copies.FULL)
+                count, masked, unseen = _word(word, copies.COUNT), _word(word, copies.MASKED), _word(word, copies.UNSEEN)
+                c += 1
+                if count == 0:
+                    mbarrier.arrive(span_empty.index(slot))
+                else:
+                    interval_at = b.to(gl.int64) * _pick(strides, s, CONFIG.SEGMENTS)
+                    begin_ptr = _pick(begins, s, CONFIG.SEGMENTS) + interval_at
+                    end_ptr = _pick(ends, s, CONFIG.SEGMENTS) + interval_at
+                    seen = (rows_smem.index(slot), lo, hi, begin_ptr, end_ptr, first, last)
+                    m, l, acc, online = _attend(q, smems, bars, t, (right, full, count, masked, unseen), seen,
+                                                span_empty.index(slot), scale, m, l, acc, online, WG, CONFIG)  # fmt: skip
+                    t += count
+            if not CONFIG.Q_REGS:
+                mbarrier.arrive(q_empty.index(WG))
+            total = gl.convert_layout(gl.sum(l, 1), RS)
+            row = first + 64 * WG + gl.arange(0, 64, layout=RS)
+            keep = row < sizes[0]
+            # The second pass stores what the first did not; the first stores what is in range.
+            store = 1
+            if CONFIG.PASSES > 1:
+                if passes == 0:
+                    bad = gl.where(total <= CONFIG.LIMIT, 0, 1)
+                    bad = gl.maximum(bad, gl.convert_layout(gl.max(gl.where(acc * 0.0 == 0.0, 0, 1), 1), RS))
+                    store = 1 - gl.max(gl.where(keep, bad, 0), 0)
+                    bad_smem.index(2 * place + WG).store(gl.full([1], 0, gl.int32, _GROUP) + (1 - store))
+                    if store == 0:
+                        gl.atomic_add(work_ptr + 1, 1, sem="relaxed")
+                else:
+                    store = gl.max(bad_smem.index(2 * place + WG).load(_GROUP), 0)
+            row_at = (b.to(gl.int64) * sizes[1] + h) * sizes[0] + row
+            acc_row = gl.convert_layout((b.to(gl.int64) * sizes[0] + row) * sizes[1] + h, RO)
+            acc_at = acc_row[:, None] * CONFIG.HEADDIM_V + gl.arange(0, CONFIG.HEADDIM_V, layout=gl.SliceLayout(0, LO))[None, :]
+            acc_keep = gl.convert_layout(row, RO)[:, None] < sizes[0]
+            if CONFIG.CARRIED:
+                if CONFIG.STAGED:
+                    mbarrier.wait(o_full.index(WG), n & 1)
+                    acc_in = o_smem.index(WG).reshape([64, CONFIG.HEADDIM_V]).load(LO)
+                else:
+                    acc_in = gl.load(acc_ptr + acc_at, mask=acc_keep, other=0.0)
+                m, total, acc = _merge(m, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr)
+            if store != 0:
+                if CONFIG.FINISH:
+                    gl.store(lse_ptr + row_at, (m + gl.log2(total)) * _LN2, mask=keep)
+                    weight = 1.0 / gl.where(total == 0.0, 1.0, total)
+                else:
+                    # Without a carried state the reference becomes about the logarithm of the sum: acc and sum near 1.
+                    m_out = m
+                    weight = gl.full([64], 1.0, gl.float32, RS)
+                    if not CONFIG.CARRIED:
+                        m_out = gl.where(total == 0.0, m, m + gl.log2(total))
+                        weight = gl.where(total == 0.0, 0.0, gl.exp2(m - m_out))
+                    gl.store(max_ptr + row_at, m_out, mask=keep)
+                    gl.store(sum_ptr + row_at, total * weight, mask=keep)
+                acc = acc * _rows(weight, acc)
+                if CONFIG.STAGED:
+                    tma.store_wait(0)
+                    stage = o_smem.index(WG)
+                    if CONFIG.CARRIED and CONFIG.FINISH:
+                        stage = stage._reinterpret(q_smem.dtype, [1, 64, 1, CONFIG.HEADDIM_V], o_desc.layout)
+                    stage.reshape([64, CONFIG.HEADDIM_V]).store(acc.to(o_desc.dtype))
+                    fence_async_shared()
+                    dialect.store(o_desc, [b, first + 64 * WG, h, 0], stage)
+                else:
+                    gl.store(out_ptr + acc_at, acc.to(out_ptr.dtype.element_ty), mask=acc_keep)
+            n += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def kernel(q_desc, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4, v5, v6, v7, acc_desc, o_desc, begins, ends, readys,
+           lates, acc_ptr, max_ptr, sum_ptr, out_ptr, lse_ptr, work_ptr, sizes, strides, seqlens_k, limit_ns, scale,
+           CONFIG: gl.constexpr):  # fmt: skip
+    """One program: see the module. sizes: seqlen_q, nheads_q, group, heads, chunk, items."""
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 64, 1, CONFIG.HEADDIM], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k0.dtype, [CONFIG.STAGES, 1, CONFIG.BLOCK_K, 1, CONFIG.HEADDIM], k0.layout)
+    v_smem = gl.allocate_shared_memory(v0.dtype, [CONFIG.STAGES, 1, CONFIG.BLOCK_K, 1, CONFIG.HEADDIM_V], v0.layout)
+    if CONFIG.STAGED:
+        if CONFIG.CARRIED:
+            o_smem = gl.allocate_shared_memory(acc_desc.dtype, [2, 1, 64, 1, CONFIG.HEADDIM_V], acc_desc.layout)
+        else:
+            o_smem = gl.allocate_shared_memory(o_desc.dtype, [2, 1, 64, 1, CONFIG.HEADDIM_V], o_desc.layout)
+    else:
+        o_smem = q_smem
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    info = gl.allocate_shared_memory(gl.int32, [CONFIG.SLOTS, 16], flat)
+    rows = gl.allocate_shared_memory(gl.int32, [CONFIG.SLOTS, 2 * CONFIG.BLOCK_Q], flat)
+    items = gl.allocate_shared_memory(gl.int32, [CONFIG.ITEMS, 1], flat)
+    bad = gl.allocate_shared_memory(gl.int32, [2 * CONFIG.ITEMS, 1], flat)
+    smems = (q_smem, k_smem, v_smem, o_smem)
+    bars = (
+        dialect.barriers(2, 1), dialect.barriers(2, 1), dialect.barriers(CONFIG.STAGES, 1), dialect.barriers(CONFIG.STAGES, 2),
+        dialect.barriers(CONFIG.STAGES, 1), dialect.barriers(CONFIG.STAGES, 2), dialect.barriers(2, 1), dialect.barriers(2, 1),
+    )  # fmt: skip
+    spans = (info, rows, dialect.barriers(CONFIG.SLOTS, 1), dialect.barriers(CONFIG.SLOTS, 2))
+    redo = (items, bad)
+    done = dialect.barriers(1, 2)
+    ks = (k0, k1, k2, k3, k4, k5, k6, k7)
+    vs = (v0, v1, v2, v3, v4, v5, v6, v7)
+    numbers = (dialect.numbers(sizes, 6), dialect.numbers(strides, CONFIG.SEGMENTS))
+    lengths = dialect.numbers(seqlens_k, CONFIG.SEGMENTS)
+    limit_ns = dialect.number(limit_ns)
+    gl.warp_specialize([
+        (_consumer, (0, o_desc, smems, bars, spans, redo, done, begins, ends, numbers, acc_ptr, max_ptr, sum_ptr, out_ptr,
+                     lse_ptr, work_ptr, scale, CONFIG)),
+        (_consumer, (1, o_desc, smems, bars, spans, redo, done, begins, ends, numbers, acc_ptr, max_ptr, sum_ptr, out_ptr,
+                     lse_ptr, work_ptr, scale, CONFIG)),
+        (copies.producer, (q_desc, ks, vs, acc_desc, smems, bars, spans, redo, done, begins, ends, readys, lates, numbers,
+                           lengths, work_ptr, limit_ns, CONFIG)),
+    ], [4, 1], [CONFIG.REGS, CONFIG.COPY_REGS])  # fmt: skip

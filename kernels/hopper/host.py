@@ -1,0 +1,110 @@
+"""The host side that the Hopper kernels share: tensors as descriptors, and what a launch is told."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ringflash.kernels import portable
+from ringflash.kernels.reference import Segment
+
+# What a spin on a segment's flag waits at most, where the segment says whom to tell that it gave up; forever elsewhere.
+LIMIT_NS = 20_000_000_000
+_FOREVER_NS = 1 << 58
+
+# A launch: 4 warps of the default partition; 168 registers for each of the 12 that there are in the end.
+LAUNCH = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+
+ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@functools.lru_cache(maxsize=64)
+def layout(rows: int, headdim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How `rows` rows of one head lie in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, headdim], ELEMENTS[dtype])
+
+
+def loadable(x: Tensor) -> Tensor:
+    """x (batch, seqlen, nheads, headdim), copied only if the copy engine cannot read it as it lies."""
+    unit = 16 // x.element_size()
+    fits = (
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(n == 1 or 0 < s < 1 << 38 and s % unit == 0 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    )
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def describe(x: Tensor, rows: int, headdim: int) -> TensorDescriptor:
+    """Descriptor of x (batch, seqlen, nheads, headdim), read or written `rows` rows of one head at a time; columns past x's
+    are zero.
+    """
+    strides = [stride if n > 1 else x.shape[-1] for n, stride in zip(x.shape, x.stride(), strict=True)]
+    strides[-1] = 1
+    return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, headdim], layout(rows, headdim, x.dtype))
+
+
+class Launcher:
+    """A kernel's launches without Triton's binding of arguments, which takes the host longer than a short kernel runs.
+
+    What a kernel was compiled for is told by a key; arguments that are pointers count as aligned to 16 bytes or not.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, grid: int, args: Sequence[Any], *, key: Any, pointers: Sequence[Tensor]) -> None:
+        """Launch on the current device and stream, with all the kernel's arguments in their order."""
+        aligned = tuple([x.data_ptr() % 16 == 0 for x in pointers])
+        key = (key, aligned, torch.cuda.current_device())
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = self._kernel[(grid,)](*args, **LAUNCH)
+        else:
+            compiled[(grid, 1, 1)](*args)
+
+
+@functools.lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """How many the GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def waits(segments: Sequence[Segment]) -> int:
+    """One bit for each segment with a flag."""
+    return sum(1 << i for i, segment in enumerate(segments) if segment.ready is not None)
+
+
+Pointers = tuple[Tensor, ...]
+Numbers = tuple[int, ...]
+
+
+def flags(segments: Sequence[Segment]) -> tuple[Pointers, Pointers, int]:
+    """(readys, lates, limit_ns): the segments' flags, where to say that one did not come, and after how long."""
+    flagged = [segment for segment in segments if segment.ready is not None]
+    patient = any(segment.late is None for segment in flagged)
+    return (
+        tuple([segment.begin if segment.ready is None else segment.ready for segment in segments]),
+        tuple([segment.begin if segment.late is None else segment.late for segment in segments]),
+        portable.encode(_FOREVER_NS if patient else LIMIT_NS)[0],
+    )
+
+
+def intervals(segments: Sequence[Segment]) -> tuple[Pointers, Pointers, Numbers]:
+    """begins, ends and what lies between the batch rows' intervals."""
+    return (
+        tuple([segment.begin for segment in segments]),
+        tuple([segment.end for segment in segments]),
+        portable.encode(*[segment.begin.shape[1] if segment.begin.shape[0] > 1 else 0 for segment in segments]),
+    )
+
+
+def descriptor_type(rows: int, headdim: int, dtype: torch.dtype) -> str:
+    """A descriptor in a signature, for compiling without tensors."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    return f"tensordesc<{name}[1, {rows}, 1, {headdim}],{layout(rows, headdim, dtype)!r}>"
