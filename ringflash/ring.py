@@ -109,13 +109,13 @@ class Ring:
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Pair]:
         """float32 dq and (dk, dv) of this rank's tokens: the gradient of the sum over ranks of their local losses.
 
-        A tile that makes dQ and dK/dV apart makes the own block's dQ first, while the first keys arrive, and its dK/dV last, while
-        the other ranks' come home: one float32 block less is held meanwhile.
+        A tile that makes dQ and dK/dV apart makes the own block's dQ first, while the first keys arrive, and its dK/dV last,
+        while the other ranks' come home: one float32 block less is held meanwhile.
         """
         held, partial = self._own(k, v), {}
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         turns = self.plan.turns[self.rank]
-        apart, closing = len(turns) > 1 and not self.tile.fused_backward, turns[-1]
+        closing, apart = turns[-1], len(turns) > 1 and not self.tile.fused_backward
         add = functools.partial(self._add_gradients, (dout, q, lse, delta), held)
         for turn in turns:
             moving = self._post(turn, held, partial)

@@ -107,10 +107,10 @@ def _whole_or_part(whole: Callable[..., None], part: Callable[..., None]) -> Cal
 
     def backward(
         dout: Tensor, q: Tensor, segments: Sequence[Segment], lse: Tensor, delta: Tensor, scale: float,
-        dq: Tensor | None, dkv: Sequence[tuple[Tensor, Tensor]] | None,
+        dq: Tensor | None, dkv: Sequence[tuple[Tensor, Tensor]] | None, *, add: bool = True,
     ) -> None:  # fmt: skip
         """Add into float32 dq and (dk, dv) per segment, either of which may be None (kernels/README.md)."""
         run = part if dq is None or dkv is None else whole
-        run(dout, q, segments, lse, delta, scale, dq, dkv)
+        run(dout, q, segments, lse, delta, scale, dq, dkv, add=add)
 
     return backward

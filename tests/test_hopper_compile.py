@@ -25,6 +25,7 @@ from ringflash.kernels.hopper import backward, config, forward, support  # noqa:
 PARTS: dict[str, Any] = {"forward": forward, "backward": backward}
 # What each part is made of: products by warpgroup, loads and stores (or additions) of whole tiles by the copy engine.
 INSTRUCTIONS = {"forward": ("HGMMA", "UTMALDG", "UTMASTG"), "backward": ("HGMMA", "UTMALDG", "UTMAREDG")}
+WIDE = re.compile(r"\S+ (192|256)/")  # no room for a stage to store from
 TRITON = ".".join(triton.__version__.split(".")[:2])
 # Bytes of spill stores by (triton, part, configuration), as measured; what is not named here: none.
 SPILLS: dict[tuple[str, str, str], int] = {}
@@ -98,13 +99,15 @@ def _parameters(item: Any) -> dict[str, object]:
     return item.callspec.params if hasattr(item, "callspec") and item.path == Path(__file__) else {}
 
 
-def check(configuration: tuple[str, str], built: Built) -> None:
+def check(configuration: tuple[str, str], built: Built, *, tested: bool = TRITON in support.TESTED) -> None:
+    """tested: the kernels are the default on this Triton; elsewhere they need only run, however slowly."""
     part, name = configuration
     shared, log, sass = built
     bound = SPILLS.get((TRITON, part, name), 0)
-    assert spilled(log) <= bound, f"({TRITON!r}, {part!r}, {name!r}): {spilled(log)}"
-    assert not warnings(log)
-    assert not missing(sass, INSTRUCTIONS[part])
+    if tested:
+        assert spilled(log) <= bound, f"({TRITON!r}, {part!r}, {name!r}): {spilled(log)}"
+        assert not warnings(log)
+    assert not missing(sass, INSTRUCTIONS[part][: 2 if part == "forward" and WIDE.match(name) else 3])
     assert shared <= kernel_cases.SHARED_LIMIT["sm_90"]
 
 
@@ -179,7 +182,8 @@ def test_missing_instructions_are_seen() -> None:
 def test_check_fails_for_each() -> None:
     right = Built(1000, LOG.format(stack=0, stores=0, loads=0), SASS)
     key = ("backward", "a name")
-    check(key, right)
+    check(key, right, tested=True)
+    check(key, right._replace(log=LOG.format(stack=8, stores=8, loads=8)), tested=False)
     for wrong in (
         right._replace(shared=(227 << 10) + 1),
         right._replace(log=LOG.format(stack=8, stores=8, loads=8)),
@@ -187,4 +191,4 @@ def test_check_fails_for_each() -> None:
         right._replace(sass=SASS.replace("HGMMA", "HMMA")),
     ):
         with pytest.raises(AssertionError):
-            check(key, wrong)
+            check(key, wrong, tested=True)

@@ -13,7 +13,8 @@ from pool import Pools
 from ring_cases import CAUSAL, LAYOUTS, SCHEDULES, Case, check, exact, make_layout, masks, run_cases, run_threads, sent, verdict
 
 import ringflash as rf
-from ringflash import ring
+from ringflash import api, ring
+from ringflash.tile import pick
 
 LENGTHS = (1, 7, 33, 63, 100)
 SIZES = (2, 3, 4)
@@ -223,20 +224,22 @@ class Alive:
         return made
 
 
-def most_blocks(schedule: str) -> dict[str, int]:
+def most_blocks(schedule: str, fused: bool) -> dict[str, int]:
     """The most K/V blocks of others, and float32 dK/dV blocks, that one rank holds at a time in forward and backward."""
     cp = rf.ContextParallel(dist.new_group(), options=rf.Options(schedule=schedule))  # pyright: ignore[reportArgumentType]
     batch, alive = cp.batch(32), Alive()
     q, k, v = (torch.randn(1, batch.layout.lengths[cp.rank], 2, 8).bfloat16().requires_grad_() for _ in range(3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring.Ring, "_room_for", alive.watch(ring.Ring._room_for))
-        patch.setattr(ring, "_zeros_like", alive.watch(ring._zeros_like))
+        patch.setattr(api, "pick", lambda *args, **options: pick(*args, **options)._replace(fused_backward=fused))
         batch.attention(q, k, v).sum().backward()
     return alive.most
 
 
-@pytest.mark.parametrize(("schedule", "grads"), [("rotate", 3), ("direct", 4)])
-def test_two_blocks_and_three_gradients_are_held_at_most(pools: Pools, schedule: str, grads: int) -> None:
-    """rotate: dK/dV produced, arriving and leaving. direct: the sum that comes together at home besides."""
-    for most in pools.run(4, most_blocks, schedule):
+@pytest.mark.parametrize(("schedule", "fused", "grads"), [("rotate", False, 3), ("rotate", True, 4), ("direct", False, 4)])
+def test_two_blocks_and_three_gradients_are_held_at_most(pools: Pools, schedule: str, fused: bool, grads: int) -> None:
+    """rotate: dK/dV produced, arriving and leaving. direct: the sum that comes together at home besides. A tile that makes dQ
+    and dK/dV at once: the own block's as well, from the start.
+    """
+    for most in pools.run(4, most_blocks, schedule, fused):
         assert most == {"kv": 2, "grads": grads}

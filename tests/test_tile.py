@@ -126,15 +126,15 @@ def test_one_half_of_a_backward_is_left_to_the_kernel_that_makes_it_alone(
 ) -> None:
     from ringflash.kernels import backward
 
-    monkeypatch.setattr(backward, "backward", lambda *args: kernels.calls.append(("part", args, {})))
+    monkeypatch.setattr(backward, "backward", lambda *args, **more: kernels.calls.append(("part", args, more)))
     picked = choose("auto", HOPPER, deterministic=deterministic)
     arguments = ("dout", "q", "segments", "lse", "delta", 0.5)
     for dq, dkv in (("dq", "dkv"), (None, "dkv"), ("dq", None)):
         picked.backward(*arguments, dq, dkv)
     assert kernels.calls == [
-        ("backward", (*arguments, "dq", "dkv"), {"deterministic": True} if deterministic else {}),
-        ("part", (*arguments, None, "dkv"), {}),
-        ("part", (*arguments, "dq", None), {}),
+        ("backward", (*arguments, "dq", "dkv"), {"add": True} | ({"deterministic": True} if deterministic else {})),
+        ("part", (*arguments, None, "dkv"), {"add": True}),
+        ("part", (*arguments, "dq", None), {"add": True}),
     ]
 
 

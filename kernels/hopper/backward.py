@@ -31,21 +31,21 @@ _STRETCH = 2048
 class Backward:
     """Everything that a backward kernel is compiled for.
 
-    PIPELINE: 0 tile by tile, 1 and 2 the next tile's scores start before the end of this one. HANDOVER: dQ is added by the
-    warpgroups (0) or by a warp of its own, told by mbarriers (1) or named barriers (2). PERMUTE: rows of dS are stored in an
-    order that spreads the stores of dQ over the banks. PERSISTENT: programs take items from a counter. ROTATE: key blocks
-    begin at different rows. FOLD: dS carries the softmax scale. WAITS: some segment has a flag.
+    PIPELINE: 0 tile by tile, 1 the next tile's scores start before the end of this one. EARLY: with 0, dV starts before dP is
+    there. HANDOVER: dQ is added by the warpgroups (0) or by a warp of its own, told by mbarriers (1) or named barriers (2).
+    PERMUTE: rows of dS are stored in an order that spreads the stores of dQ over the banks. PERSISTENT: programs take items
+    from a counter. FOLD: dS carries the softmax scale. WAITS: some segment has a flag.
     """
 
     HEADDIM: int
     BLOCK_Q: int
     STAGES: int
     PLACES: int
-    PIPELINE: int = 2
+    PIPELINE: int = 0
+    EARLY: bool = False
     HANDOVER: int = 2
     PERMUTE: bool = True
     PERSISTENT: bool = True
-    ROTATE: bool = False
     FOLD: bool = True
     DETERMINISTIC: bool = False
     SEGMENTS: int = 1
@@ -62,13 +62,13 @@ CONSTANTS: dict[int, Backward] = {
 class Options(NamedTuple):
     """What a benchmark varies beside the constants; None is the library's own choice.
 
-    chunk: heads of keys that are walked together; limit: items a program takes; stride: tiles between the first full tiles of
-    neighbouring key blocks (with ROTATE).
+    chunk: heads of keys that are walked together; limit: items a program takes; order: of an item's full tiles, a sum of INNER,
+    DOWN, TURNS and ALIGNED (backward_copies).
     """
 
     chunk: int | None = None
     limit: int = 8
-    stride: int = 3
+    order: int = 13
 
 
 @triton.jit
@@ -206,6 +206,8 @@ def launch(
         return
     constants = replace(CONSTANTS[q.shape[3]], FOLD=q.dtype == torch.bfloat16)
     constants = replace(constants, **changes)
+    if constants.DETERMINISTIC:
+        raise NotImplementedError("the Hopper backward adds dq in no fixed order: deterministic=True needs the Triton one")
     dout, q = host.loadable(dout), host.loadable(q)
     for i in range(0, len(pairs), portable.MAX_SEGMENTS):
         part, into = zip(*pairs[i : i + portable.MAX_SEGMENTS], strict=True)
@@ -233,7 +235,7 @@ def _one_launch(dout: Tensor, q: Tensor, segments: Sequence[Segment], stats: tup
             host.describe(q, c.BLOCK_Q, headdim), host.describe(dout, c.BLOCK_Q, headdim), host.describe(dq, 64, 64), rows,
             spans, *portable.slots(ks), *portable.slots(vs), dks, dvs, work, records, work, scale * LOG2E, scale, items,
             key_blocks, heads, chunk, nheads_k, nheads_q // nheads_k, key_blocks if records.shape[0] > key_blocks else 0,
-            limit, options.stride, host.flags(segments)[2], int(add), config.Known(c),
+            limit, options.order, host.flags(segments)[2], int(add), config.Known(c),
         )  # fmt: skip
         _launcher(grid, args, key=(c, q.dtype), pointers=(*dks, *dvs, work, records))
 
@@ -297,6 +299,6 @@ def signature(c: Backward, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str
                 constants[f"{name}{i}"] = None
     signature |= dict.fromkeys(("dks", "dvs"), ("*fp32",) * c.SEGMENTS)
     signature |= {f"{name}_ptr": "*i32" for name in ("counter", "records", "turns")} | {"scale2": "fp32", "scale": "fp32"}
-    names = ("items", "blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "limit", "stride")
+    names = ("items", "blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "limit", "order")
     signature |= dict.fromkeys(names, "i32") | {"limit_ns": "i64", "add": "i32", "CONFIG": "constexpr"}
     return signature, constants

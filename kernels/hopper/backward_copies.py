@@ -8,11 +8,13 @@ from ringflash.kernels.hopper import dialect
 
 # Words of a record. The host's: first row; edge tiles left of the full ones, edge tiles, tiles; rows of the full tiles; whether
 # a key of the block is seen by no row; segment, first key, keys of the segment; whether to wait for it, the addresses of its
-# flag and of the word that says late. The copy warp's: batch, key head, first full tile, 1.
+# flag and of the word that says late. The copy warp's: batch, key head, first full tile and how to go on, 1.
 LO, LEFT, EDGES, TILES, FULL_LO, FULL_HI, UNSEEN, SEGMENT, KEY, LENGTH, WAIT, READY, READY_HI, LATE, LATE_HI = (
     gl.constexpr(i) for i in range(15)
 )
-BATCH, HEAD, BEGIN, MORE = (gl.constexpr(i) for i in range(15, 19))
+BATCH, HEAD, BEGIN, WALK, MORE = (gl.constexpr(i) for i in range(15, 20))
+# Of full tiles: heads of the group innermost; from the last row; in turn from the last and from the first; see _walk_of.
+INNER, DOWN, TURNS, ALIGNED = (gl.constexpr(i) for i in (1, 2, 4, 8))
 # Named barriers (Triton itself uses the first few): dS is there; dQ is staged in place 0, 1; place 0, 1 is free (and dS there);
 # rows 0, 1, 2 are free. An mbarrier's arrival costs a barrier of the warpgroup, and Triton puts another behind it.
 MEET, STAGED, FREE, READ = (gl.constexpr(i) for i in (5, 6, 8, 10))
@@ -74,9 +76,42 @@ def edge_row(t, lo, left, full_hi, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def next_full(row, full_lo, full_hi, BLOCK_Q: gl.constexpr):
-    """The full tile behind `row`: they are walked as a ring."""
-    return gl.where(row + BLOCK_Q >= full_hi, full_lo, row + BLOCK_Q)
+def tile_at(i, tiles, words, group, BLOCK_Q: gl.constexpr):
+    """(first row, head of the group) of an item's i-th tile: the edges, head by head innermost, then the full tiles, a ring."""
+    lo, left, edges, full_lo, full_hi, begin, walk = words
+    full = gl.maximum(tiles - edges, 1)
+    j = gl.maximum(i - edges * group, 0)
+    inner = walk & INNER != 0
+    t = gl.where(inner, j // group, j % full)
+    t = gl.where(walk & DOWN != 0, begin + full - t, begin + t)
+    row = full_lo + gl.where(t >= full, t - full, t) * BLOCK_Q
+    edge = i < edges * group
+    row = gl.where(edge, edge_row(i // group, lo, left, full_hi, BLOCK_Q), row)
+    return row, gl.where(edge | inner, gl.where(edge, i, j) % group, j // full)
+
+
+@gluon.jit
+def words_of(record, LAYOUT: gl.constexpr):
+    """What tile_at wants of a record in shared memory."""
+    return (word_of(record, LO, LAYOUT), word_of(record, LEFT, LAYOUT), word_of(record, EDGES, LAYOUT),
+            word_of(record, FULL_LO, LAYOUT), word_of(record, FULL_HI, LAYOUT), word_of(record, BEGIN, LAYOUT),
+            word_of(record, WALK, LAYOUT))  # fmt: skip
+
+
+@gluon.jit
+def _walk_of(full_lo, full_hi, end, n, order, BLOCK_Q: gl.constexpr):
+    """(first full tile, INNER and DOWN) of a program's n-th item.
+
+    Programs that work at the same time should be at the same rows, which the cache then holds. Items whose rows go to the
+    `end` begin there together; they come to an end one by one, and so those that follow go up (TURNS). Others, a window's,
+    begin where the number of the row says (ALIGNED).
+    """
+    full = gl.maximum((full_hi - full_lo) // BLOCK_Q, 1)
+    aligned = (order & ALIGNED != 0) & (full_hi + BLOCK_Q <= end)
+    down = (order & DOWN != 0) | ((order & TURNS != 0) & (n & 1 == 0))
+    down = gl.where(aligned, 0, gl.where(down, DOWN, 0))
+    begin = gl.where(aligned, full - 1 - (full_lo // BLOCK_Q + full - 1) % full, gl.where(down != 0, full - 1, 0))
+    return begin, down | (order & INNER)
 
 
 @gluon.jit
@@ -118,7 +153,7 @@ def producer(descs, k_descs, v_descs, smems, bars, pointers, numbers, CONFIG: gl
     q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, items_smem = smems
     kv_full, kv_empty, full, empty, dq_full, dq_empty, item_full, item_empty = bars
     counter_ptr, records_ptr = pointers
-    items, blocks, heads, chunk, nheads_k, group, record_stride, limit, stride, limit_ns = numbers
+    items, blocks, heads, chunk, nheads_k, group, record_stride, limit, order, limit_ns = numbers
     word = gl.arange(0, 32, layout=WORDS)
     c = 0  # tiles sent
     m = 0  # blocks of keys sent
@@ -138,12 +173,10 @@ def producer(descs, k_descs, v_descs, smems, bars, pointers, numbers, CONFIG: gl
         record = gl.load(records_ptr + record_at.to(gl.int64) * 32 + word)
         full_lo = _lane(record, word, FULL_LO)
         full_hi = _lane(record, word, FULL_HI)
-        begin = full_lo
-        if CONFIG.ROTATE:
-            tiles = (full_hi - full_lo) // CONFIG.BLOCK_Q
-            begin += within // width * stride % gl.maximum(tiles, 1) * CONFIG.BLOCK_Q
+        end = dout_desc.shape[1].to(gl.int32)
+        begin, walk = _walk_of(full_lo, full_hi, end, n, order, CONFIG.BLOCK_Q)
         record = gl.where(word == BATCH, b, gl.where(word == HEAD, hk, record))
-        record = gl.where(word == BEGIN, begin, gl.where(word == MORE, 1, record))
+        record = gl.where(word == BEGIN, begin, gl.where(word == WALK, walk, gl.where(word == MORE, 1, record)))
         place, parity = place_of(n, 2)
         mbarrier.wait(item_empty.index(place), parity ^ 1)
         items_smem.index(place).store(record)
@@ -160,23 +193,15 @@ def producer(descs, k_descs, v_descs, smems, bars, pointers, numbers, CONFIG: gl
                 if _lane(record, word, WAIT) > 0:
                     dialect.wait_ready(_address(record, word, READY, READY_HI), _address(record, word, LATE, LATE_HI),
                                        number(limit_ns))  # fmt: skip
-            t = 0
-            h = hk * group
-            row = begin
+            words = lo, left, edges, full_lo, full_hi, begin, walk
             for i in range(tiles * group):
-                at = gl.where(t < edges, edge_row(t, lo, left, full_hi, CONFIG.BLOCK_Q), row)
-                _load_rows((q_desc, dout_desc, stats_desc), (q_smem, dout_smem, stats_smem), (full, empty), c, b, at, h,
-                           nheads_k * group, CONFIG)  # fmt: skip
+                row, g = tile_at(i, tiles, words, group, CONFIG.BLOCK_Q)
+                _load_rows((q_desc, dout_desc, stats_desc), (q_smem, dout_smem, stats_smem), (full, empty), c, b, row,
+                           hk * group + g, nheads_k * group, CONFIG)  # fmt: skip
                 if i == 0:  # behind the first rows, whose place is free earlier
                     _load_keys(k_descs, v_descs, spans_desc, (k_smem, v_smem, spans_smem), (kv_full, kv_empty), m, record_at,
                                b, key, hk, s, CONFIG)  # fmt: skip
                 c += 1
-                row = gl.where(t < edges, row, next_full(row, full_lo, full_hi, CONFIG.BLOCK_Q))
-                t += 1
-                if t == tiles:
-                    t = 0
-                    h += 1
-                    row = begin
             m += 1
         item = items
         if CONFIG.PERSISTENT:
@@ -197,7 +222,7 @@ def dq_warp(dq_desc, smems, bars, turns_ptr, numbers, CONFIG: gl.constexpr):
     """Adds what the warpgroups staged to dq, and says when the place is free again."""
     q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, items_smem = smems
     kv_full, kv_empty, full, empty, dq_full, dq_empty, item_full, item_empty = bars
-    items, blocks, heads, chunk, nheads_k, group, record_stride, limit, stride, limit_ns = numbers
+    items, blocks, heads, chunk, nheads_k, group, record_stride, limit, order, limit_ns = numbers
     c = 0
     n = 0
     if CONFIG.HANDOVER == 2:
@@ -207,35 +232,25 @@ def dq_warp(dq_desc, smems, bars, turns_ptr, numbers, CONFIG: gl.constexpr):
     more = word_of(items_smem.index(0), MORE, WORDS)
     while more > 0:
         record = items_smem.index(n & 1)
-        lo, left, edges = word_of(record, LO, WORDS), word_of(record, LEFT, WORDS), word_of(record, EDGES, WORDS)
-        full_lo, full_hi = word_of(record, FULL_LO, WORDS), word_of(record, FULL_HI, WORDS)
-        b, begin, tiles = word_of(record, BATCH, WORDS), word_of(record, BEGIN, WORDS), word_of(record, TILES, WORDS)
-        h = word_of(record, HEAD, WORDS) * group
+        words = words_of(record, WORDS)
+        b, head, tiles = word_of(record, BATCH, WORDS), word_of(record, HEAD, WORDS), word_of(record, TILES, WORDS)
         mbarrier.arrive(item_empty.index(n & 1))
         n += 1
-        t = 0
-        row = begin
-        for _ in range(tiles * group):
-            at = gl.where(t < edges, edge_row(t, lo, left, full_hi, CONFIG.BLOCK_Q), row)
+        for at in range(tiles * group):
+            row, g = tile_at(at, tiles, words, group, CONFIG.BLOCK_Q)
             place, parity = place_of(c, CONFIG.PLACES)
             if CONFIG.HANDOVER == 2:
                 named("bar.sync", STAGED + place, 288, 1)
             else:
                 mbarrier.wait(dq_full.index(place), parity)
             for w in gl.static_range(2):
-                add_dq(dq_desc, dq_smem.index(place * 2 + w), w, b, at, h, CONFIG)
+                add_dq(dq_desc, dq_smem.index(place * 2 + w), w, b, row, head * group + g, CONFIG)
             tma.store_wait(0)
             if CONFIG.HANDOVER == 2:
                 named("bar.arrive", FREE + place, 288, 1)
             else:
                 mbarrier.arrive(dq_empty.index(place))
             c += 1
-            row = gl.where(t < edges, row, next_full(row, full_lo, full_hi, CONFIG.BLOCK_Q))
-            t += 1
-            if t == tiles:
-                t = 0
-                h += 1
-                row = begin
         mbarrier.wait(item_full.index(n & 1), (n >> 1) & 1)
         more = word_of(items_smem.index(n & 1), MORE, WORDS)
 

@@ -15,11 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ringflash.kernels.hopper import dialect
 from ringflash.kernels.hopper.backward_copies import (
     BATCH,
-    BEGIN,
     EDGES,
     FREE,
     FULL_HI,
-    FULL_LO,
     GROUP,
     HEAD,
     KEY,
@@ -33,10 +31,11 @@ from ringflash.kernels.hopper.backward_copies import (
     dq_warp,
     edge_row,
     named,
-    next_full,
     place_of,
     producer,
+    tile_at,
     word_of,
+    words_of,
 )  # fmt: skip
 from ringflash.kernels.hopper.backward_tile import front, keys_times, step, tile
 
@@ -77,50 +76,52 @@ def _add(ptr, x, b, key, length, hk, nheads_k, add, WG: gl.constexpr, HEADDIM: g
 
 
 @gluon.jit
-def _edge(record, t, g, group, CONFIG: gl.constexpr):
-    """(batch, first row, head) of edge tile t of the group's head g."""
-    row = edge_row(t, word_of(record, LO, GROUP), word_of(record, LEFT, GROUP), word_of(record, FULL_HI, GROUP), CONFIG.BLOCK_Q)
+def _at(record, i, group, CONFIG: gl.constexpr):
+    """(batch, first row, head) of the item's i-th tile."""
+    row, g = tile_at(i, word_of(record, TILES, GROUP), words_of(record, GROUP), group, CONFIG.BLOCK_Q)
     return word_of(record, BATCH, GROUP), row, word_of(record, HEAD, GROUP) * group + g
 
 
 @gluon.jit
-def _full(record, g, group):
-    """Of the first full tile. Only warpgroups that add dQ themselves make anything of it."""
-    return word_of(record, BATCH, GROUP), word_of(record, BEGIN, GROUP), word_of(record, HEAD, GROUP) * group + g
+def _edge(record, i, group, CONFIG: gl.constexpr):
+    """The same of an edge tile; where another warp adds dQ only the row counts."""
+    if CONFIG.HANDOVER == 0:
+        return _at(record, i, group, CONFIG)
+    else:
+        lo, left, full_hi = word_of(record, LO, GROUP), word_of(record, LEFT, GROUP), word_of(record, FULL_HI, GROUP)
+        return 0, edge_row(i // group, lo, left, full_hi, CONFIG.BLOCK_Q), 0
 
 
 @gluon.jit
-def _behind(record, at, CONFIG: gl.constexpr):
+def _full(record, i, group, CONFIG: gl.constexpr):
+    """The same of a full tile."""
     if CONFIG.HANDOVER == 0:
-        row = next_full(at[1], word_of(record, FULL_LO, GROUP), word_of(record, FULL_HI, GROUP), CONFIG.BLOCK_Q)
-        return at[0], row, at[2]
+        return _at(record, i, group, CONFIG)
     else:
-        return at
+        return 0, 0, 0
 
 
 @gluon.jit
 def _walk(c, m, record, dk, dv, dq_desc, smems, bars, scale2, scale, group, WG: gl.constexpr, CONFIG: gl.constexpr):
-    """All tiles of an item, head by head: edges, then full tiles. c: tiles walked before."""
+    """All tiles of an item: edges, then full tiles. c: tiles walked before."""
     q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, items_smem = smems
     kv_full, kv_empty, full, empty, dq_full, dq_empty, item_full, item_empty = bars
     # Words are read again where they are used: registers are what bounds this kernel.
     if CONFIG.PIPELINE == 0:
-        for g in range(group):
-            for t in range(word_of(record, EDGES, GROUP)):
-                at = _edge(record, t, g, group, CONFIG)
-                dk, dv = tile(c, m, at, dk, dv, dq_desc, smems, bars, scale2, scale, WG, True, CONFIG)
-                c += 1
-            at = _full(record, g, group)
-            for _ in range(word_of(record, TILES, GROUP) - word_of(record, EDGES, GROUP)):
-                dk, dv = tile(c, m, at, dk, dv, dq_desc, smems, bars, scale2, scale, WG, False, CONFIG)
-                at = _behind(record, at, CONFIG)
-                c += 1
+        for i in range(word_of(record, EDGES, GROUP) * group):
+            at = _edge(record, i, group, CONFIG)
+            dk, dv = tile(c, m, at, dk, dv, dq_desc, smems, bars, scale2, scale, WG, True, CONFIG)
+            c += 1
+        for i in range(word_of(record, EDGES, GROUP) * group, word_of(record, TILES, GROUP) * group):
+            at = _full(record, i, group, CONFIG)
+            dk, dv = tile(c, m, at, dk, dv, dq_desc, smems, bars, scale2, scale, WG, False, CONFIG)
+            c += 1
     else:
         end = c + word_of(record, TILES, GROUP) * group
         s, parity = place_of(c, CONFIG.STAGES)
-        before = _full(record, 0, group)
+        before = _full(record, 0, group, CONFIG)
         if word_of(record, EDGES, GROUP) > 0:
-            before = _edge(record, 0, 0, group, CONFIG)
+            before = _edge(record, 0, group, CONFIG)
         mbarrier.wait(full.index(s), parity)
         x = warpgroup_mma_wait(0, [keys_times(k_smem, q_smem, c, s, WG, CONFIG)])
         p, dp_t = front(x, v_smem, dout_smem, stats_smem, spans_smem, c, s, before[1], scale2, WG, True, CONFIG)
@@ -128,28 +129,20 @@ def _walk(c, m, record, dk, dv, dq_desc, smems, bars, scale2, scale, group, WG: 
         c += 1
         s, parity = place_of(c, CONFIG.STAGES)
         mbarrier.wait(full.index(s), parity, pred=c < end)
-        for g in range(group):
-            skip = gl.where(g == 0, 1, 0)  # the first tile is on its way
-            edges = word_of(record, EDGES, GROUP)
-            for t in range(gl.minimum(skip, edges), edges):
-                at = _edge(record, t, g, group, CONFIG)
-                p, dp, dk, dv = step(c, m, c + 1 < end, before, at, p, dp, dk, dv, dq_desc, smems, bars, scale2, scale, WG,
-                                     True, False, CONFIG)  # fmt: skip
-                before = at
-                c += 1
-            edges = word_of(record, EDGES, GROUP)
-            skip = gl.where((g == 0) & (edges == 0), 1, 0)
-            at = _full(record, g, group)
-            if skip != 0:
-                at = _behind(record, at, CONFIG)
-            for _ in range(skip, word_of(record, TILES, GROUP) - edges):
-                p, dp, dk, dv = step(c, m, c + 1 < end, before, at, p, dp, dk, dv, dq_desc, smems, bars, scale2, scale, WG,
-                                     False, False, CONFIG)  # fmt: skip
-                before = at
-                at = _behind(record, at, CONFIG)
-                c += 1
+        for i in range(1, word_of(record, EDGES, GROUP) * group):
+            at = _edge(record, i, group, CONFIG)
+            p, dp, dk, dv = step(c, m, c + 1 < end, before, at, p, dp, dk, dv, dq_desc, smems, bars, scale2, scale, WG,
+                                 True, False, CONFIG)  # fmt: skip
+            before = at
+            c += 1
+        for i in range(gl.maximum(1, word_of(record, EDGES, GROUP) * group), word_of(record, TILES, GROUP) * group):
+            at = _full(record, i, group, CONFIG)
+            p, dp, dk, dv = step(c, m, c + 1 < end, before, at, p, dp, dk, dv, dq_desc, smems, bars, scale2, scale, WG,
+                                 False, False, CONFIG)  # fmt: skip
+            before = at
+            c += 1
         p, dp, dk, dv = step(c, m, False, before, before, p, dp, dk, dv, dq_desc, smems, bars, scale2, scale, WG, False, True,
-                              CONFIG)  # fmt: skip
+                             CONFIG)  # fmt: skip
     return c, dk, dv
 
 
@@ -158,7 +151,7 @@ def _consumer(WG: gl.constexpr, dq_desc, smems, bars, dks, dvs, numbers, scale2,
     """One warpgroup: dK and dV of 64 keys, half of dQ."""
     q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, items_smem = smems
     kv_full, kv_empty, full, empty, dq_full, dq_empty, item_full, item_empty = bars
-    items, blocks, heads, chunk, nheads_k, group, record_stride, limit, stride, limit_ns = numbers
+    items, blocks, heads, chunk, nheads_k, group, record_stride, limit, order, limit_ns = numbers
     LD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.HEADDIM, 16])
     c = 0
     m = 0
@@ -198,11 +191,11 @@ def _consumer(WG: gl.constexpr, dq_desc, smems, bars, dks, dvs, numbers, scale2,
 
 
 @gluon.jit(
-    do_not_specialize=["items", "blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "limit", "stride", "add"]
+    do_not_specialize=["items", "blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "limit", "order", "add"]
 )
 def kernel(q_desc, dout_desc, dq_desc, stats_desc, spans_desc, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4, v5, v6, v7,
            dks, dvs, counter_ptr, records_ptr, turns_ptr, scale2, scale, items, blocks, heads, chunk,
-           nheads_k, group, record_stride, limit, stride, limit_ns, add, CONFIG: gl.constexpr):  # fmt: skip
+           nheads_k, group, record_stride, limit, order, limit_ns, add, CONFIG: gl.constexpr):  # fmt: skip
     """One program: see the module. items: blocks * heads (of keys, over the batch); limit: how many items it takes at most."""
     D: gl.constexpr = CONFIG.HEADDIM
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONFIG.STAGES, 1, CONFIG.BLOCK_Q, 1, D], q_desc.layout)
@@ -229,7 +222,7 @@ def kernel(q_desc, dout_desc, dq_desc, stats_desc, spans_desc, k0, k1, k2, k3, k
             dialect.barriers(2, READERS))  # fmt: skip
     smems = (q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, items_smem)
     descs = (q_desc, dout_desc, dq_desc, stats_desc, spans_desc)
-    numbers = (items, blocks, heads, chunk, nheads_k, group, record_stride, limit, stride, limit_ns)
+    numbers = (items, blocks, heads, chunk, nheads_k, group, record_stride, limit, order, limit_ns)
     ks, vs = (k0, k1, k2, k3, k4, k5, k6, k7), (v0, v1, v2, v3, v4, v5, v6, v7)
     pointers = (counter_ptr, records_ptr)
     if CONFIG.HANDOVER == 0:

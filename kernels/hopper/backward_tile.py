@@ -168,13 +168,21 @@ def tile(c, m, at, dk, dv, dq_desc, smems, bars, scale2, scale, WG: gl.constexpr
     p = gl.exp2(_exponents(x, stats_smem, spans_smem, s, at[1], scale2, WG, MASK, CONFIG))
     # never spins: it ends the basic block, so that ptxas cannot move the wait for dP above the exponentials
     mbarrier.wait(kv_full.index(0), m & 1)
-    dp = warpgroup_mma_wait(0, [dp_t])
-    ds = _score_gradients(p, dp, stats_smem, s, scale, CONFIG).to(q_smem.dtype)
-    pb = _pin(p.to(q_smem.dtype), 2)
-    _share(ds, ds_smem, c & 1, WG, CONFIG)
-    _await_place(dq_empty, c, CONFIG)
-    dv_t = warpgroup_mma(gl.convert_layout(pb, LA), dout_smem.index(s).reshape([CONFIG.BLOCK_Q, CONFIG.HEADDIM]), dv,
-                         is_async=True)  # fmt: skip
+    dout = dout_smem.index(s).reshape([CONFIG.BLOCK_Q, CONFIG.HEADDIM])
+    if CONFIG.EARLY:
+        pb = _pin(p.to(q_smem.dtype), 2)
+        dv_t = warpgroup_mma(gl.convert_layout(pb, LA), dout, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, [dp_t])
+        ds = _score_gradients(p, dp, stats_smem, s, scale, CONFIG).to(q_smem.dtype)
+        _share(ds, ds_smem, c & 1, WG, CONFIG)
+        _await_place(dq_empty, c, CONFIG)
+    else:
+        dp = warpgroup_mma_wait(0, [dp_t])
+        ds = _score_gradients(p, dp, stats_smem, s, scale, CONFIG).to(q_smem.dtype)
+        pb = _pin(p.to(q_smem.dtype), 2)
+        _share(ds, ds_smem, c & 1, WG, CONFIG)
+        _await_place(dq_empty, c, CONFIG)
+        dv_t = warpgroup_mma(gl.convert_layout(pb, LA), dout, dv, is_async=True)
     _meet(c, CONFIG)
     dq_t = _times_keys(ds_smem, k_smem, c, WG, CONFIG)
     dv = warpgroup_mma_wait(1, [dv_t])
@@ -190,7 +198,7 @@ def tile(c, m, at, dk, dv, dq_desc, smems, bars, scale2, scale, WG: gl.constexpr
 @gluon.jit
 def step(c, m, more, at_before, at, p, dp, dk, dv, dq_desc, smems, bars, scale2, scale, WG: gl.constexpr, MASK: gl.constexpr,
           LAST: gl.constexpr, CONFIG: gl.constexpr):  # fmt: skip
-    """PIPELINE 1, 2: what remains of tile c - 1 (from dS on), and tile c up to dP. more: there is a tile c + 1."""
+    """PIPELINE 1: what remains of tile c - 1 (from dS on), and tile c up to dP. more: there is a tile c + 1."""
     q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, items_smem = smems
     kv_full, kv_empty, full, empty, dq_full, dq_empty, item_full, item_empty = bars
     LA: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -204,8 +212,7 @@ def step(c, m, more, at_before, at, p, dp, dk, dv, dq_desc, smems, bars, scale2,
     _share(ds, ds_smem, t & 1, WG, CONFIG)
     _await_place(dq_empty, t, CONFIG)
     dv_t = warpgroup_mma(gl.convert_layout(pb, LA), dout, dv, is_async=True)
-    if CONFIG.PIPELINE == 1 or LAST:
-        dk_t = warpgroup_mma(gl.convert_layout(ds, LA), q, dk, is_async=True)
+    dk_t = warpgroup_mma(gl.convert_layout(ds, LA), q, dk, is_async=True)
     _meet(t, CONFIG)
     dq_t = _times_keys(ds_smem, k_smem, t, WG, CONFIG)
     if LAST:
@@ -213,20 +220,11 @@ def step(c, m, more, at_before, at, p, dp, dk, dv, dq_desc, smems, bars, scale2,
         _release(empty, s, CONFIG)
         _stage(dq, dq_desc, dq_smem, dq_full, t, at_before, scale, WG, CONFIG)
     else:
-        if CONFIG.PIPELINE == 1:
-            dv, dk = warpgroup_mma_wait(1, [dv_t, dk_t])
-            _release(empty, s, CONFIG)
-            x_t = keys_times(k_smem, q_smem, c, s1, WG, CONFIG)
-            dq = warpgroup_mma_wait(1, [dq_t])
-            _stage(dq, dq_desc, dq_smem, dq_full, t, at_before, scale, WG, CONFIG)
-        else:
-            dv = warpgroup_mma_wait(1, [dv_t])
-            dk_t = warpgroup_mma(gl.convert_layout(ds, LA), q, dk, is_async=True)
-            dq = warpgroup_mma_wait(1, [dq_t])
-            x_t = keys_times(k_smem, q_smem, c, s1, WG, CONFIG)
-            _stage(dq, dq_desc, dq_smem, dq_full, t, at_before, scale, WG, CONFIG)
-            dk = warpgroup_mma_wait(1, [dk_t])
-            _release(empty, s, CONFIG)
+        dv, dk = warpgroup_mma_wait(1, [dv_t, dk_t])
+        _release(empty, s, CONFIG)
+        x_t = keys_times(k_smem, q_smem, c, s1, WG, CONFIG)
+        dq = warpgroup_mma_wait(1, [dq_t])
+        _stage(dq, dq_desc, dq_smem, dq_full, t, at_before, scale, WG, CONFIG)
         x = warpgroup_mma_wait(0, [x_t])
         p, dp_t = front(x, v_smem, dout_smem, stats_smem, spans_smem, c, s1, at[1], scale2, WG, MASK, CONFIG)
         mbarrier.wait(kv_full.index(0), m & 1)  # as in _tile

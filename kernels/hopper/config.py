@@ -20,10 +20,10 @@ class Known:
 class Forward:
     """Everything that a forward kernel is compiled for.
 
-    TURNS: the two warpgroups start their products in turn.
-    FIRST: the leftmost full block moves the reference as well. ITEMS: how many items a program takes before it makes room for
-    other kernels. SHIFT, LIMIT: forward_kernel. FLAT, SHORT: where a row's sum
-    is below FLAT times its largest p, or there are at most SHORT blocks, every block moves the reference. WAITS: one bit for each segment that has a flag.
+    TURNS: the two warpgroups start their products in turn. FIRST: the leftmost full block is walked early, where attention
+    sinks are. FLAT, SHORT: where the rows' sums are below FLAT times their largest p, or there are at most SHORT blocks,
+    every block moves the reference. SHIFT, LIMIT: forward_kernel. ITEMS: how many items a program takes before it makes room
+    for other kernels. WAITS: one bit for each segment that has a flag.
     """
 
     BLOCK_Q: int
@@ -50,7 +50,7 @@ class Forward:
     COPY_REGS: int = 40
 
     @property
-    def PASSES(self) -> int:  # noqa: N802
+    def PASSES(self) -> int:
         """A second pass is there for what the optimistic reference got wrong."""
         return 1 if self.EXACT else 2
 

@@ -32,8 +32,8 @@ def forward(
     """Attend the segments, starting from `state`: -> State, or (out, lse) with `finish` (kernels/README.md has the contract).
 
     q (batch, seqlen_q, nheads_q, headdim), bfloat16 or float16, head dims as in config.FORWARD. The storage of `state` is
-    consumed. exact: the online softmax throughout. stats: int32 (2,) on q's device, to which the number of items (128 rows of
-    one head) and of those computed twice are added.
+    consumed. exact: the online softmax throughout. stats: int32 (2,) on q's device, to which the number of half items (64 rows
+    of one head) and of those computed twice are added.
     """
     return launch(q, segments, scale, state=state, finish=finish, exact=exact, stats=stats)
 
@@ -126,9 +126,11 @@ def _one_launch(
     )  # fmt: skip
     grid = min(items, -(-items // c.ITEMS) + host.multiprocessors(q.device))
     with portable.guard(q.device):
-        _launcher(grid, args, key=(c, q.dtype), pointers=(*begins, *ends, *readys, *lates, acc, row_max, row_sum, out, lse, work))
+        _launcher(
+            grid, args, key=(c, q.dtype), pointers=(*begins, *ends, *readys, *lates, acc, row_max, row_sum, out, lse, work)
+        )
     if stats is not None:
-        stats[0] += items
+        stats[0] += 2 * items
         stats[1:] += work[1:]
 
 
@@ -145,7 +147,12 @@ def sources() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[s
         for (headdim, headdim_v), constants in config.FORWARD.items():
             for name, changes in variants.items():
                 c = replace(constants, **more, **changes)
-                yield (f"{str(dtype)[6:]} {headdim}/{headdim_v} {name}", forward_kernel.kernel, *_signature(c, dtype), host.LAUNCH)
+                yield (
+                    f"{str(dtype)[6:]} {headdim}/{headdim_v} {name}",
+                    forward_kernel.kernel,
+                    *_signature(c, dtype),
+                    host.LAUNCH,
+                )
 
 
 def _signature(c: config.Forward, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -162,9 +169,9 @@ def _signature(c: config.Forward, dtype: torch.dtype) -> tuple[dict[str, Any], d
     if not c.CARRIED:
         constants["acc_desc"] = None
     signature["o_desc"] = out
-    signature |= {name: ("*i32",) * c.SEGMENTS for name in ("begins", "ends", "readys", "lates")}
-    signature |= {name: "*fp32" for name in ("acc_ptr", "max_ptr", "sum_ptr")}
+    signature |= dict.fromkeys(("begins", "ends", "readys", "lates"), ("*i32",) * c.SEGMENTS)
+    signature |= dict.fromkeys(("acc_ptr", "max_ptr", "sum_ptr"), "*fp32")
     signature |= {"out_ptr": "*" + out.removeprefix("tensordesc<").split("[")[0], "lse_ptr": "*fp32", "work_ptr": "*i32"}
-    signature |= {"sizes": ("i64",) * 6, **{name: ("i64",) * c.SEGMENTS for name in ("strides", "seqlens_k")}}
+    signature |= {"sizes": ("i64",) * 6} | dict.fromkeys(("strides", "seqlens_k"), ("i64",) * c.SEGMENTS)
     signature |= {"limit_ns": "i64", "scale": "fp32", "CONFIG": "constexpr"}
     return signature, constants

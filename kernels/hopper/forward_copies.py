@@ -47,7 +47,8 @@ def _span(begin_ptr, end_ptr, first, seqlen_q, seqlen_k, BLOCK_Q: gl.constexpr, 
     """What the rows of an item see of a segment: their intervals, and (hi, lo, right, full, count, masked, unseen).
 
     count blocks, `right` of them edges at the right, `full` seen whole by every row; `masked` blocks are walked first, the
-    edges and where it is needed the leftmost full one; unseen: a block may hold keys that no row sees. Rows past seqlen_q count as seeing everything.
+    edges and where it is needed the leftmost full one; unseen: a block may hold keys that no row sees. Rows past seqlen_q count
+    as seeing everything.
     """
     rows = first + gl.arange(0, BLOCK_Q, layout=_ROWS)
     valid = rows < seqlen_q
@@ -94,9 +95,12 @@ def _load_block(desc, b, row, h, full, empty, smem, t, STAGES: gl.constexpr, BYT
 
 
 @gluon.jit
-def _load_span(k_desc, v_desc, b, hk, span, smems, bars, t, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-               K_BYTES: gl.constexpr, V_BYTES: gl.constexpr):  # fmt: skip
+def _load_span(k_desc, v_desc, b, hk, span, smems, bars, t, CONFIG: gl.constexpr):
     """The span's blocks, K one ahead of V."""
+    BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
+    STAGES: gl.constexpr = CONFIG.STAGES
+    K_BYTES: gl.constexpr = BLOCK_K * CONFIG.HEADDIM * 2
+    V_BYTES: gl.constexpr = BLOCK_K * CONFIG.HEADDIM_V * 2
     hi, lo, right, full, count = span
     q_smem, k_smem, v_smem, o_smem = smems
     q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty = bars
@@ -167,14 +171,12 @@ def producer(q_desc, k_descs, v_descs, acc_desc, smems, bars, spans, redo, done,
                     CONFIG.BLOCK_K, CONFIG.FIRST)  # fmt: skip
                 rows_smem.index(c % CONFIG.SLOTS).slice(0, CONFIG.BLOCK_Q).store(begin)
                 rows_smem.index(c % CONFIG.SLOTS).slice(CONFIG.BLOCK_Q, CONFIG.BLOCK_Q).store(end)
-                _post(spans, c, (place, b, h, first, hi, lo, right, full, count, masked, unseen, online),
-                      CONFIG.SLOTS)
+                _post(spans, c, (place, b, h, first, hi, lo, right, full, count, masked, unseen, online), CONFIG.SLOTS)
                 c += 1
                 if count > 0:
                     if (CONFIG.WAITS >> s) & 1:
                         dialect.wait_ready(readys[s], lates[s], limit_ns)
-                    _load_span(k_descs[s], v_descs[s], b, hk, (hi, lo, right, full, count), smems, bars, t, CONFIG.BLOCK_K,
-                               CONFIG.STAGES, CONFIG.BLOCK_K * CONFIG.HEADDIM * 2, CONFIG.BLOCK_K * CONFIG.HEADDIM_V * 2)  # fmt: skip
+                    _load_span(k_descs[s], v_descs[s], b, hk, (hi, lo, right, full, count), smems, bars, t, CONFIG)
                     t += count
             if CONFIG.CARRIED:
                 if CONFIG.STAGED:  # the warpgroup has begun this item, so that its stage is free

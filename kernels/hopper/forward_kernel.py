@@ -1,9 +1,10 @@
 """The forward kernel for Hopper: a copy warp feeds two warpgroups of 64 rows, over items taken from a counter.
 
-Softmax: every row keeps a reference m and sums exp2(x - m). Edge blocks, and the first full one where a row has seen nothing
-yet, raise m as the online softmax does; the other full blocks take it as it is, without a maximum and without rescaling. A sum
-past LIMIT (or a result that is not finite) shows in the end; such an item is computed again, exactly, before the program ends.
-m lies SHIFT above the maximum seen, so that sums begin far below 1 and a score may exceed the reference by log2(LIMIT) + SHIFT.
+Softmax: every row keeps a reference and sums exp2(x - reference). Edge blocks and the leftmost full one raise it to the largest
+x, as the online softmax does. In the other full blocks it stays, without a maximum and without rescaling, unless those
+blocks show that few keys have most of the weight (_attend). A sum past LIMIT, or a result that is not finite, shows in the end;
+such an item is computed again, online throughout, before the program ends. The reference lies SHIFT above the largest x, so
+that sums begin far below 1 and a later x may exceed the earlier ones by log2(LIMIT) + SHIFT.
 """
 
 from triton.experimental import gluon
@@ -18,84 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ringflash.kernels.hopper import dialect
 from ringflash.kernels.hopper import forward_copies as copies
+from ringflash.kernels.hopper import forward_softmax as softmax
 
 _LN2 = gl.constexpr(0.6931471805599453)
-_NEVER = gl.constexpr(1 << 30)  # past every key
 _GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-
-@gluon.jit
-def _row_sum(p, BLOCK_K: gl.constexpr):
-    """[64, BLOCK_K] -> [64, 4]: every thread keeps a part of its own, and no shuffle is needed until the end."""
-    return gl.sum(gl.sum(gl.reshape(p, [64, BLOCK_K // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _row_max(x, LAYOUT: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Maximum of each row, by short chains."""
-    y = gl.max(gl.reshape(x, [64, BLOCK_K // 32, 4, 4, 2]), 4)
-    y = gl.max(gl.max(y, 2), 1)
-    return gl.convert_layout(gl.max(y, 1), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _like(x, y):
-    """x [64] in the layout of y's rows, without moving anything."""
-    return gl.convert_layout(x, gl.SliceLayout(1, y.type.layout), assert_trivial=True)
-
-
-@gluon.jit
-def _rows(x, acc):
-    """x [64] to be multiplied with acc's rows."""
-    return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout))[:, None]
-
-
-@gluon.jit
-def _online(s, m, l, scale, rows, n0, n1, WG: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr):
-    """(p, m, l, alpha): the online softmax. m is the maximum so far, plus SHIFT; -inf where nothing was seen."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    if MASK:
-        # Read here and not before, so that the comparisons stay behind the product. One unsigned comparison for both ends.
-        begin = rows.slice(64 * WG, 64).load(LAYOUT)
-        end = rows.slice(CONFIG.BLOCK_Q + 64 * WG, 64).load(LAYOUT)
-        after = gl.arange(0, CONFIG.BLOCK_K, layout=gl.SliceLayout(0, s.type.layout))[None, :] - (begin - n0)[:, None]
-        length = gl.maximum(gl.minimum(end, n1) - begin, 0)
-        s = dialect.where_below(s, after, length[:, None])
-    m_new = gl.maximum(m, _row_max(s, LAYOUT, CONFIG.BLOCK_K) * scale + CONFIG.SHIFT)
-    safe = m_new
-    if MASK:
-        safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-    p = gl.exp2(s * scale - safe[:, None])
-    alpha = gl.exp2(m - safe)
-    l = l * _like(alpha, l)[:, None] + _row_sum(p, CONFIG.BLOCK_K)
-    return p, m_new, l, alpha
-
-
-@gluon.jit
-def _zero_unseen(v, WG: gl.constexpr, n0, lo, hi, begin_ptr, end_ptr, first, last, CONFIG: gl.constexpr):
-    """Zero the V rows of this warpgroup's half whose keys no row of the item sees: they may hold NaN, and 0 * NaN is NaN."""
-    HALF: gl.constexpr = CONFIG.BLOCK_K // 2
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for part in gl.static_range(HALF // 16):
-        keys = n0 + WG * HALF + part * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, L))
-        ended = keys * 0  # rows that end at or before the key: `end` does not decrease
-        for i in gl.static_range(8):
-            further = ended + (CONFIG.BLOCK_Q >> i)
-            inside = further <= last - first
-            ended = gl.where(inside & (gl.load(end_ptr + first + further - 1, mask=inside, other=0) <= keys), further, ended)
-        begins = gl.load(begin_ptr + first + ended, mask=ended < last - first, other=_NEVER)
-        seen = (begins <= keys) & (keys >= lo) & (keys < hi)
-        rows = v.slice(WG * HALF + part * 16, 16)
-        rows.store(gl.where(seen[:, None], rows.load(L), 0.0).to(v.dtype))
-    fence_async_shared()
-    dialect.meet(12, 256)
-
-
-@gluon.jit
-def _rounded(p, DTYPE: gl.constexpr):
-    """p in 16 bits; pinned, so that two numbers stay in one register throughout."""
-    p = p.to(DTYPE)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
@@ -117,8 +44,8 @@ def _phase(t, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _step(q, smems, bars, t, end_t, m, l, acc, p, scale, seen, unseen, n0, n1, WG: gl.constexpr, MASK: gl.constexpr,
-          ONLINE: gl.constexpr, CONFIG: gl.constexpr):  # fmt: skip
+def _step(q, smems, bars, t, end_t, ref, sums, acc, p, scale, seen, unseen, n0, n1, WG: gl.constexpr,
+          MASK: gl.constexpr, ONLINE: gl.constexpr, CONFIG: gl.constexpr):  # fmt: skip
     """Scores and softmax of block t while the values of block t - 1 are multiplied."""
     q_smem, k_smem, v_smem, o_smem = smems
     q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty = bars
@@ -136,29 +63,29 @@ def _step(q, smems, bars, t, end_t, m, l, acc, p, scale, seen, unseen, n0, n1, W
     s = warpgroup_mma_wait(1, [s_t])
     mbarrier.arrive(k_empty.index(t % CONFIG.STAGES))
     if ONLINE:
-        p, m, l, alpha = _online(s, m, l, scale, rows, n0, n1, WG, MASK, CONFIG)
+        p, ref, sums, alpha = softmax.online(s, ref, sums, scale, rows, n0, n1, WG, MASK, CONFIG)
     else:
-        p = gl.exp2(s * scale - m[:, None])
-        l = l + _row_sum(p, CONFIG.BLOCK_K)
+        p = gl.exp2(s * scale - ref[:, None])
+        sums = sums + softmax.row_sum(p, CONFIG.BLOCK_K)
     # The wait for the next K stands here, not at the loop's top: it keeps ptxas from hoisting the wait below over the softmax.
     mbarrier.wait(k_full.index((t + 1) % CONFIG.STAGES), _phase(t + 1, CONFIG), pred=t + 1 < end_t)
     acc = warpgroup_mma_wait(0, [acc_t])
     mbarrier.arrive(v_empty.index((t - 1) % CONFIG.STAGES))
     if ONLINE:
-        acc = acc * _rows(alpha, acc)
-    p = _rounded(p, v_smem.dtype)
-    if MASK:  # noqa: SIM102
+        acc = acc * softmax.rows(alpha, acc)
+    p = softmax.rounded(p, v_smem.dtype)
+    if MASK:
         if unseen != 0:
             mbarrier.wait(v_full.index(t % CONFIG.STAGES), _phase(t, CONFIG))
-            _zero_unseen(_values(v_smem, t, CONFIG), WG, n0, lo, hi, begin_ptr, end_ptr, first, last, CONFIG)
-    return m, l, acc, p
+            softmax.zero_unseen(_values(v_smem, t, CONFIG), WG, n0, lo, hi, begin_ptr, end_ptr, first, last, CONFIG)
+    return ref, sums, acc, p
 
 
 @gluon.jit
-def _attend(q, smems, bars, t, span, seen, release, scale, m, l, acc, online, WG: gl.constexpr, CONFIG: gl.constexpr):
-    """Walk a span's blocks: (m, l, acc, online). online: 1 moves the reference in every block, 0 only in the masked ones, 2 is
-    for this span to decide: what its masked blocks held says whether few keys have most of the weight. Then the largest had
-    better be a reference, which makes its p a power of two, without rounding.
+def _attend(q, smems, bars, t, span, seen, release, scale, ref, sums, acc, online, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Walk a span's blocks: (ref, sums, acc, online). online: 1 moves the reference in every block, 0 only in the masked ones,
+    2 is for this span to decide: what its masked blocks held says whether few keys have most of the weight. Then the largest
+    had better be a reference, which makes its p a power of two, without rounding.
     """
     q_smem, k_smem, v_smem, o_smem = smems
     q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty = bars
@@ -173,32 +100,35 @@ def _attend(q, smems, bars, t, span, seen, release, scale, m, l, acc, online, WG
     mbarrier.wait(k_full.index(t % CONFIG.STAGES), _phase(t, CONFIG))
     s = warpgroup_mma_wait(0, [_scores(q, k_smem, k_full, t, LS, CONFIG)])
     mbarrier.arrive(k_empty.index(t % CONFIG.STAGES))
-    p, m, l, alpha = _online(s, m, l, scale, rows, n0, n1, WG, True, CONFIG)
-    acc = acc * _rows(alpha, acc)
+    p, ref, sums, alpha = softmax.online(s, ref, sums, scale, rows, n0, n1, WG, True, CONFIG)
+    acc = acc * softmax.rows(alpha, acc)
     if unseen != 0:
         mbarrier.wait(v_full.index(t % CONFIG.STAGES), _phase(t, CONFIG))
-        _zero_unseen(_values(v_smem, t, CONFIG), WG, n0, lo, hi, begin_ptr, end_ptr, first, last, CONFIG)
-    p = _rounded(p, v_smem.dtype)
+        softmax.zero_unseen(_values(v_smem, t, CONFIG), WG, n0, lo, hi, begin_ptr, end_ptr, first, last, CONFIG)
+    p = softmax.rounded(p, v_smem.dtype)
     mbarrier.wait(k_full.index((t + 1) % CONFIG.STAGES), _phase(t + 1, CONFIG), pred=count > 1)
     for j in range(1, masked):
         n0, n1 = copies.block_at(j, hi, lo, right, full, edges, CONFIG.BLOCK_K)
-        m, l, acc, p = _step(q, smems, bars, t + j, end_t, m, l, acc, p, scale, seen, unseen, n0, n1, WG, True, True, CONFIG)
+        ref, sums, acc, p = _step(q, smems, bars, t + j, end_t, ref, sums, acc, p, scale, seen, unseen, n0, n1, WG, True, True,
+                                  CONFIG)  # fmt: skip
     mbarrier.arrive(release)
     if not CONFIG.EXACT:
         if (online == 2) & (full > 0):
-            weight = gl.sum(gl.sum(l, 1), 0) * (2.0**CONFIG.SHIFT / 64)
+            weight = gl.sum(gl.sum(sums, 1), 0) * (2.0**CONFIG.SHIFT / 64)
             online = ((weight < CONFIG.FLAT) | (count <= CONFIG.SHORT)).to(gl.int32)
     until = gl.where(online == 1, count, masked)
     for j in range(masked, until):
-        m, l, acc, p = _step(q, smems, bars, t + j, end_t, m, l, acc, p, scale, seen, unseen, 0, 0, WG, False, True, CONFIG)
+        ref, sums, acc, p = _step(q, smems, bars, t + j, end_t, ref, sums, acc, p, scale, seen, 0, 0, 0, WG, False, True,
+                                  CONFIG)  # fmt: skip
     if not CONFIG.EXACT:
         for j in range(until, count):
-            m, l, acc, p = _step(q, smems, bars, t + j, end_t, m, l, acc, p, scale, seen, unseen, 0, 0, WG, False, False, CONFIG)
+            ref, sums, acc, p = _step(q, smems, bars, t + j, end_t, ref, sums, acc, p, scale, seen, 0, 0, 0, WG, False, False,
+                                      CONFIG)  # fmt: skip
     mbarrier.wait(v_full.index((end_t - 1) % CONFIG.STAGES), _phase(end_t - 1, CONFIG))
     acc_t = warpgroup_mma(gl.convert_layout(p, LP), _values(v_smem, end_t - 1, CONFIG), acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc_t])
     mbarrier.arrive(v_empty.index((end_t - 1) % CONFIG.STAGES))
-    return m, l, acc, online
+    return ref, sums, acc, online
 
 
 @gluon.jit
@@ -215,21 +145,68 @@ def _pick(xs, s, SEGMENTS: gl.constexpr):
 
 
 @gluon.jit
-def _merge(m, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr):
+def _merge(ref, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr):
     """Add the carried state: (reference, sum, acc), untouched to the bit where the row saw nothing here."""
-    m_in = gl.load(max_ptr + row_at, mask=keep, other=-float("inf"))
+    ref_in = gl.load(max_ptr + row_at, mask=keep, other=-float("inf"))
     sum_in = gl.load(sum_ptr + row_at, mask=keep, other=0.0)
-    m_new = gl.maximum(m_in, m + gl.log2(total))
-    safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-    ours = gl.where(total > 0, gl.exp2(m - safe), 0.0)
-    theirs = gl.exp2(m_in - safe)
-    acc = acc_in * _rows(theirs, acc) + acc * _rows(ours, acc)
-    return m_new, sum_in * theirs + total * ours, acc
+    ref_new = gl.maximum(ref_in, ref + gl.log2(total))
+    safe = gl.where(ref_new == -float("inf"), 0.0, ref_new)
+    ours = gl.where(total > 0, gl.exp2(ref - safe), 0.0)
+    theirs = gl.exp2(ref_in - safe)
+    acc = acc_in * softmax.rows(theirs, acc) + acc * softmax.rows(ours, acc)
+    return ref_new, sum_in * theirs + total * ours, acc
 
 
 @gluon.jit
-def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, ends, numbers, acc_ptr, max_ptr, sum_ptr, out_ptr,
-              lse_ptr, work_ptr, scale, CONFIG: gl.constexpr):  # fmt: skip
+def _verdict(total, acc, keep, passes, bad, work_ptr, CONFIG: gl.constexpr):
+    """Whether to store: in the first pass what is in range, in the second what was not."""
+    store = 1
+    if CONFIG.PASSES > 1:
+        if passes == 0:
+            wrong = gl.where(total <= CONFIG.LIMIT, 0, 1)
+            wrong = gl.maximum(wrong, gl.convert_layout(gl.max(gl.where(acc * 0.0 == 0.0, 0, 1), 1), total.type.layout))
+            store = 1 - gl.max(gl.where(keep, wrong, 0), 0)
+            bad.store(gl.full([1], 0, gl.int32, _GROUP) + (1 - store))
+            if store == 0:
+                gl.atomic_add(work_ptr + 1, 1, sem="relaxed")
+        else:
+            store = gl.max(bad.load(_GROUP), 0)
+    return store
+
+
+@gluon.jit
+def _store(WG: gl.constexpr, ref, total, acc, where, o_desc, o_smem, q_smem, max_ptr, sum_ptr, out_ptr, lse_ptr,
+           CONFIG: gl.constexpr):  # fmt: skip
+    """Write (out, lse), or the state."""
+    b, h, first, row_at, keep, acc_at, acc_keep = where
+    if CONFIG.FINISH:
+        gl.store(lse_ptr + row_at, (ref + gl.log2(total)) * _LN2, mask=keep)
+        weight = 1.0 / gl.where(total == 0.0, 1.0, total)
+    else:
+        # Without a carried state the reference becomes the logarithm of the sum, so that acc and sum are about 1.
+        ref_out = ref
+        weight = gl.full([64], 1.0, gl.float32, total.type.layout)
+        if not CONFIG.CARRIED:
+            ref_out = gl.where(total == 0.0, ref, ref + gl.log2(total))
+            weight = gl.where(total == 0.0, 0.0, gl.exp2(ref - ref_out))
+        gl.store(max_ptr + row_at, ref_out, mask=keep)
+        gl.store(sum_ptr + row_at, total * weight, mask=keep)
+    acc = acc * softmax.rows(weight, acc)
+    if CONFIG.STAGED:
+        tma.store_wait(0)
+        stage = o_smem.index(WG)
+        if CONFIG.CARRIED and CONFIG.FINISH:
+            stage = dialect.reinterpret(stage, q_smem.dtype, [1, 64, 1, CONFIG.HEADDIM_V], o_desc.layout)
+        stage.reshape([64, CONFIG.HEADDIM_V]).store(acc.to(o_desc.dtype))
+        fence_async_shared()
+        dialect.store(o_desc, [b, first + 64 * WG, h, 0], stage)
+    else:
+        gl.store(out_ptr + acc_at, acc.to(out_ptr.dtype.element_ty), mask=acc_keep)
+
+
+@gluon.jit
+def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, ends, numbers, acc_ptr, max_ptr, sum_ptr,
+              out_ptr, lse_ptr, work_ptr, scale, CONFIG: gl.constexpr):  # fmt: skip
     """One warpgroup: the softmax and both products of 64 rows."""
     q_smem, k_smem, v_smem, o_smem = smems
     q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty = bars
@@ -273,15 +250,17 @@ def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, 
                 if CONFIG.STAGED:
                     tma.store_wait(0)
                     mbarrier.arrive(o_empty.index(WG))
-            m = gl.full([64], -float("inf"), gl.float32, RS)
-            l = _row_sum(gl.zeros([64, CONFIG.BLOCK_K], gl.float32, LS), CONFIG.BLOCK_K)
+            ref = gl.full([64], -float("inf"), gl.float32, RS)
+            sums = softmax.row_sum(gl.zeros([64, CONFIG.BLOCK_K], gl.float32, LS), CONFIG.BLOCK_K)
             acc = gl.zeros([64, CONFIG.HEADDIM_V], gl.float32, LO)
             for s in range(CONFIG.SEGMENTS):
                 slot = c % CONFIG.SLOTS
                 mbarrier.wait(span_full.index(slot), (c // CONFIG.SLOTS) & 1)
                 word = info.index(slot)
-                hi, lo, right, full = _word(word, copies.HI), _word(word, copies.LO), _word(word, copies.RIGHT), _word(word, copies.FULL)
-                count, masked, unseen = _word(word, copies.COUNT), _word(word, copies.MASKED), _word(word, copies.UNSEEN)
+                hi, lo = _word(word, copies.HI), _word(word, copies.LO)
+                count = _word(word, copies.COUNT)
+                span = (_word(word, copies.RIGHT), _word(word, copies.FULL), count, _word(word, copies.MASKED),
+                        _word(word, copies.UNSEEN))  # fmt: skip
                 c += 1
                 if count == 0:
                     mbarrier.arrive(span_empty.index(slot))
@@ -290,26 +269,15 @@ def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, 
                     begin_ptr = _pick(begins, s, CONFIG.SEGMENTS) + interval_at
                     end_ptr = _pick(ends, s, CONFIG.SEGMENTS) + interval_at
                     seen = (rows_smem.index(slot), lo, hi, begin_ptr, end_ptr, first, last)
-                    m, l, acc, online = _attend(q, smems, bars, t, (right, full, count, masked, unseen), seen,
-                                                span_empty.index(slot), scale, m, l, acc, online, WG, CONFIG)  # fmt: skip
+                    ref, sums, acc, online = _attend(q, smems, bars, t, span, seen, span_empty.index(slot), scale, ref, sums,
+                                                     acc, online, WG, CONFIG)  # fmt: skip
                     t += count
             if not CONFIG.Q_REGS:
                 mbarrier.arrive(q_empty.index(WG))
-            total = gl.convert_layout(gl.sum(l, 1), RS)
+            total = gl.convert_layout(gl.sum(sums, 1), RS)
             row = first + 64 * WG + gl.arange(0, 64, layout=RS)
             keep = row < sizes[0]
-            # The second pass stores what the first did not; the first stores what is in range.
-            store = 1
-            if CONFIG.PASSES > 1:
-                if passes == 0:
-                    bad = gl.where(total <= CONFIG.LIMIT, 0, 1)
-                    bad = gl.maximum(bad, gl.convert_layout(gl.max(gl.where(acc * 0.0 == 0.0, 0, 1), 1), RS))
-                    store = 1 - gl.max(gl.where(keep, bad, 0), 0)
-                    bad_smem.index(2 * place + WG).store(gl.full([1], 0, gl.int32, _GROUP) + (1 - store))
-                    if store == 0:
-                        gl.atomic_add(work_ptr + 1, 1, sem="relaxed")
-                else:
-                    store = gl.max(bad_smem.index(2 * place + WG).load(_GROUP), 0)
+            store = _verdict(total, acc, keep, passes, bad_smem.index(2 * place + WG), work_ptr, CONFIG)
             row_at = (b.to(gl.int64) * sizes[1] + h) * sizes[0] + row
             acc_row = gl.convert_layout((b.to(gl.int64) * sizes[0] + row) * sizes[1] + h, RO)
             acc_at = acc_row[:, None] * CONFIG.HEADDIM_V + gl.arange(0, CONFIG.HEADDIM_V, layout=gl.SliceLayout(0, LO))[None, :]
@@ -320,31 +288,10 @@ def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, 
                     acc_in = o_smem.index(WG).reshape([64, CONFIG.HEADDIM_V]).load(LO)
                 else:
                     acc_in = gl.load(acc_ptr + acc_at, mask=acc_keep, other=0.0)
-                m, total, acc = _merge(m, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr)
+                ref, total, acc = _merge(ref, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr)
             if store != 0:
-                if CONFIG.FINISH:
-                    gl.store(lse_ptr + row_at, (m + gl.log2(total)) * _LN2, mask=keep)
-                    weight = 1.0 / gl.where(total == 0.0, 1.0, total)
-                else:
-                    # Without a carried state the reference becomes about the logarithm of the sum: acc and sum near 1.
-                    m_out = m
-                    weight = gl.full([64], 1.0, gl.float32, RS)
-                    if not CONFIG.CARRIED:
-                        m_out = gl.where(total == 0.0, m, m + gl.log2(total))
-                        weight = gl.where(total == 0.0, 0.0, gl.exp2(m - m_out))
-                    gl.store(max_ptr + row_at, m_out, mask=keep)
-                    gl.store(sum_ptr + row_at, total * weight, mask=keep)
-                acc = acc * _rows(weight, acc)
-                if CONFIG.STAGED:
-                    tma.store_wait(0)
-                    stage = o_smem.index(WG)
-                    if CONFIG.CARRIED and CONFIG.FINISH:
-                        stage = stage._reinterpret(q_smem.dtype, [1, 64, 1, CONFIG.HEADDIM_V], o_desc.layout)
-                    stage.reshape([64, CONFIG.HEADDIM_V]).store(acc.to(o_desc.dtype))
-                    fence_async_shared()
-                    dialect.store(o_desc, [b, first + 64 * WG, h, 0], stage)
-                else:
-                    gl.store(out_ptr + acc_at, acc.to(out_ptr.dtype.element_ty), mask=acc_keep)
+                where = (b, h, first, row_at, keep, acc_at, acc_keep)
+                _store(WG, ref, total, acc, where, o_desc, o_smem, q_smem, max_ptr, sum_ptr, out_ptr, lse_ptr, CONFIG)
             n += 1
     tma.store_wait(0)
 

@@ -34,7 +34,7 @@ def loadable(x: Tensor) -> Tensor:
     fits = (
         x.stride(-1) == 1
         and x.data_ptr() % 16 == 0
-        and all(n == 1 or 0 < s < 1 << 38 and s % unit == 0 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+        and all(n == 1 or (0 < s < 1 << 38 and s % unit == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
     )
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
