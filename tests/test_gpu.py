@@ -167,7 +167,7 @@ def test_no_host_synchronisation_in_a_step(session: Session) -> None:
 
 
 def test_same_bits_every_time(session: Session) -> None:
-    cp = rf.ContextParallel()
+    cp = rf.ContextParallel(options=rf.Options(deterministic=True))
     batch = cp.batch(1000, rf.Mask(causal=True))
     whole = [torch.randn(1, 1000, h, 64, generator=torch.Generator().manual_seed(h)).cuda().bfloat16() for h in (4, 2, 2)]
 

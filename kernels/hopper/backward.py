@@ -34,7 +34,8 @@ class Backward:
     PIPELINE: 0 tile by tile, 1 the next tile's scores start before the end of this one. EARLY: with 0, dV starts before dP is
     there. HANDOVER: dQ is added by the warpgroups (0) or by a warp of its own, told by mbarriers (1) or named barriers (2).
     PERMUTE: rows of dS are stored in an order that spreads the stores of dQ over the banks. PERSISTENT: programs take items
-    from a counter. FOLD: dS carries the softmax scale. WAITS: some segment has a flag.
+    from a counter. FOLD: dS carries the softmax scale. DETERMINISTIC: dQ's parts are added in the order of the items, which
+    needs a dQ warp and the counter. WAITS: some segment has a flag.
     """
 
     HEADDIM: int
@@ -161,6 +162,39 @@ def _prepare(lse_ptr, delta_ptr, stats_ptr, begins, ends, strides, waits, readys
         tl.store(into + padded, delta * -factor, mask=rows < padded)
 
 
+@triton.jit
+def _rank(records_ptr, table_ptr, key_blocks, sizes, SEGMENTS: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """In which order key blocks add to a tile of rows: block j of a segment comes after table[segment, tile] + word 20 of j.
+
+    Word 20: how many blocks of the segment before j have tiles. Of these, those whose rows end before the tile do not touch
+    it, all others do, since rows' ends and begins do not decrease; and blocks of earlier segments come first.
+    """
+    total, tiles = blocks.size32(sizes[0]), blocks.size32(sizes[1])
+    b = tl.program_id(0)
+    tile = tl.program_id(1) * 64 + tl.arange(0, 64)
+    row = tile[:, None] * BLOCK_Q
+    records_ptr += b.to(tl.int64) * total * 32
+    before = tl.zeros([64], tl.int32)
+    for s in tl.static_range(SEGMENTS):
+        number = blocks.size32(key_blocks[s])
+        count = 0
+        ended = tl.zeros([64], tl.int32)
+        touched = tl.zeros([64], tl.int32)
+        for i in range(0, number, 32):
+            block = i + tl.arange(0, 32)
+            lo = tl.load(records_ptr + block * 32, mask=block < number, other=0)
+            hi = lo + BLOCK_Q * tl.load(records_ptr + block * 32 + 3, mask=block < number, other=0)
+            some = (hi > lo).to(tl.int32)
+            if tl.program_id(1) == 0:
+                tl.store(records_ptr + block * 32 + 20, count + tl.cumsum(some, 0) - some, mask=block < number)
+            count += tl.sum(some, 0)
+            ended += tl.sum(tl.where(hi[None, :] <= row, some[None, :], 0), 1)
+            touched += tl.sum(tl.where((lo[None, :] <= row) & (row < hi[None, :]), some[None, :], 0), 1)
+        tl.store(table_ptr + (b * SEGMENTS + s) * tiles + tile, before - ended, mask=tile < tiles)
+        before += touched
+        records_ptr += number * 32
+
+
 def backward(
     dout: Tensor,
     q: Tensor,
@@ -206,8 +240,7 @@ def launch(
         return
     constants = replace(CONSTANTS[q.shape[3]], FOLD=q.dtype == torch.bfloat16)
     constants = replace(constants, **changes)
-    if constants.DETERMINISTIC:
-        raise NotImplementedError("the Hopper backward adds dq in no fixed order: deterministic=True needs the Triton one")
+    assert not constants.DETERMINISTIC or (constants.HANDOVER and constants.PERSISTENT)
     dout, q = host.loadable(dout), host.loadable(q)
     for i in range(0, len(pairs), portable.MAX_SEGMENTS):
         part, into = zip(*pairs[i : i + portable.MAX_SEGMENTS], strict=True)
@@ -230,14 +263,15 @@ def _one_launch(dout: Tensor, q: Tensor, segments: Sequence[Segment], stats: tup
     vs = tuple(host.describe(host.loadable(segment.v), BLOCK_K, headdim) for segment in segments)
     with portable.guard(q.device):
         rows, spans, records, work = _prepared(segments, *stats, key_blocks, scale if c.FOLD else 1.0, c)
+        turns = _turns(segments, records, (batch * nheads_q, q.shape[1]), c) if c.DETERMINISTIC else work
         dks, dvs = tuple([dk for dk, _ in dkv]), tuple([dv for _, dv in dkv])
         args = (
             host.describe(q, c.BLOCK_Q, headdim), host.describe(dout, c.BLOCK_Q, headdim), host.describe(dq, 64, 64), rows,
-            spans, *portable.slots(ks), *portable.slots(vs), dks, dvs, work, records, work, scale * LOG2E, scale, items,
+            spans, *portable.slots(ks), *portable.slots(vs), dks, dvs, work, records, turns, scale * LOG2E, scale, items,
             key_blocks, heads, chunk, nheads_k, nheads_q // nheads_k, key_blocks if records.shape[0] > key_blocks else 0,
-            limit, options.order, host.flags(segments)[2], int(add), config.Known(c),
+            limit, host.multiprocessors(q.device), options.order, host.flags(segments)[2], int(add), config.Known(c),
         )  # fmt: skip
-        _launcher(grid, args, key=(c, q.dtype), pointers=(*dks, *dvs, work, records))
+        _launcher(grid, args, key=(c, q.dtype), pointers=(*dks, *dvs, work, records, turns))
 
 
 def _prepared(segments: Sequence[Segment], lse: Tensor, delta: Tensor, key_blocks: int, factor: float,
@@ -266,6 +300,19 @@ def _prepared(segments: Sequence[Segment], lse: Tensor, delta: Tensor, key_block
         table.view(records, 32),
         work,
     )
+
+
+def _turns(segments: Sequence[Segment], records: Tensor, rows: tuple[int, int], c: Backward) -> Tensor:
+    """Whose turn it is at each (head, tile of rows), all 0; then per record's batch row, segment and tile, what _rank says."""
+    heads, tiles = rows[0], -(-rows[1] // c.BLOCK_Q)
+    key_blocks = [-(-segment.k.shape[1] // BLOCK_K) for segment in segments]
+    batch = records.shape[0] // sum(key_blocks)
+    turns = torch.zeros((heads + batch * len(segments)) * tiles, dtype=torch.int32, device=records.device)
+    _rank[(batch, -(-tiles // 64))](  # pyright: ignore[reportIndexIssue]
+        records, turns[heads * tiles :], portable.encode(*key_blocks), portable.encode(sum(key_blocks), tiles),
+        SEGMENTS=len(segments), BLOCK_Q=c.BLOCK_Q, num_warps=4,
+    )  # fmt: skip
+    return turns
 
 
 _FLAT = {rank: gl.NVMMASharedLayout(0, 32, rank=rank) for rank in (2, 3)}
@@ -299,6 +346,6 @@ def signature(c: Backward, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str
                 constants[f"{name}{i}"] = None
     signature |= dict.fromkeys(("dks", "dvs"), ("*fp32",) * c.SEGMENTS)
     signature |= {f"{name}_ptr": "*i32" for name in ("counter", "records", "turns")} | {"scale2": "fp32", "scale": "fp32"}
-    names = ("items", "blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "limit", "order")
+    names = ("items", "blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "limit", "wave", "order")
     signature |= dict.fromkeys(names, "i32") | {"limit_ns": "i64", "add": "i32", "CONFIG": "constexpr"}
     return signature, constants

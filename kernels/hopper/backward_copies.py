@@ -13,6 +13,7 @@ LO, LEFT, EDGES, TILES, FULL_LO, FULL_HI, UNSEEN, SEGMENT, KEY, LENGTH, WAIT, RE
     gl.constexpr(i) for i in range(15)
 )
 BATCH, HEAD, BEGIN, WALK, MORE = (gl.constexpr(i) for i in range(15, 20))
+RANK = gl.constexpr(20)  # the host's, for an ordered dQ: backward._rank
 # Of full tiles: heads of the group innermost; from the last row; in turn from the last and from the first; see _walk_of.
 INNER, DOWN, TURNS, ALIGNED = (gl.constexpr(i) for i in (1, 2, 4, 8))
 # Named barriers (Triton itself uses the first few): dS is there; dQ is staged in place 0, 1; place 0, 1 is free (and dS there);
@@ -99,16 +100,17 @@ def words_of(record, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _walk_of(full_lo, full_hi, end, n, order, BLOCK_Q: gl.constexpr):
-    """(first full tile, INNER and DOWN) of a program's n-th item.
+def _walk_of(full_lo, full_hi, end, turn, order, BLOCK_Q: gl.constexpr):
+    """(first full tile, INNER and DOWN) of an item; turn: how many times all programs took one before, about.
 
     Programs that work at the same time should be at the same rows, which the cache then holds. Items whose rows go to the
     `end` begin there together; they come to an end one by one, and so those that follow go up (TURNS). Others, a window's,
-    begin where the number of the row says (ALIGNED).
+    begin where the number of the row says (ALIGNED). What decides is the item, not who takes it: dK and dV are the same to
+    the bit every time.
     """
     full = gl.maximum((full_hi - full_lo) // BLOCK_Q, 1)
     aligned = (order & ALIGNED != 0) & (full_hi + BLOCK_Q <= end)
-    down = (order & DOWN != 0) | ((order & TURNS != 0) & (n & 1 == 0))
+    down = (order & DOWN != 0) | ((order & TURNS != 0) & (turn & 1 == 0))
     down = gl.where(aligned, 0, gl.where(down, DOWN, 0))
     begin = gl.where(aligned, full - 1 - (full_lo // BLOCK_Q + full - 1) % full, gl.where(down != 0, full - 1, 0))
     return begin, down | (order & INNER)
@@ -153,7 +155,7 @@ def producer(descs, k_descs, v_descs, smems, bars, pointers, numbers, CONFIG: gl
     q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, items_smem = smems
     kv_full, kv_empty, full, empty, dq_full, dq_empty, item_full, item_empty = bars
     counter_ptr, records_ptr = pointers
-    items, blocks, heads, chunk, nheads_k, group, record_stride, limit, order, limit_ns = numbers
+    items, blocks, heads, chunk, nheads_k, group, record_stride, limit, wave, order, limit_ns = numbers
     word = gl.arange(0, 32, layout=WORDS)
     c = 0  # tiles sent
     m = 0  # blocks of keys sent
@@ -174,7 +176,7 @@ def producer(descs, k_descs, v_descs, smems, bars, pointers, numbers, CONFIG: gl
         full_lo = _lane(record, word, FULL_LO)
         full_hi = _lane(record, word, FULL_HI)
         end = dout_desc.shape[1].to(gl.int32)
-        begin, walk = _walk_of(full_lo, full_hi, end, n, order, CONFIG.BLOCK_Q)
+        begin, walk = _walk_of(full_lo, full_hi, end, item // wave, order, CONFIG.BLOCK_Q)
         record = gl.where(word == BATCH, b, gl.where(word == HEAD, hk, record))
         record = gl.where(word == BEGIN, begin, gl.where(word == WALK, walk, gl.where(word == MORE, 1, record)))
         place, parity = place_of(n, 2)
@@ -218,11 +220,33 @@ def producer(descs, k_descs, v_descs, smems, bars, pointers, numbers, CONFIG: gl
 
 
 @gluon.jit
+def _await_turn(turn_ptr, rank_ptr, rank):
+    """Spin until all that come before have added to the tile; those were taken earlier, by programs that run or ran."""
+    rank += gl.load(rank_ptr)
+    while gl.atomic_add(turn_ptr, 0, sem="acquire", scope="gpu") != rank:
+        pass
+    lanes = gl.arange(0, 32, layout=WORDS)
+    asm: gl.constexpr = "fence.proxy.async.global; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(asm, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _end_turn(turn_ptr):
+    """Once this tile's additions are done (not only read from here), it is the next one's turn."""
+    lanes = gl.arange(0, 32, layout=WORDS)
+    asm: gl.constexpr = (
+        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; fence.proxy.async.global; fence.acq_rel.gpu; mov.b32 $0, $1;"
+    )
+    gl.inline_asm_elementwise(asm, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
+    gl.atomic_add(turn_ptr, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
 def dq_warp(dq_desc, smems, bars, turns_ptr, numbers, CONFIG: gl.constexpr):
     """Adds what the warpgroups staged to dq, and says when the place is free again."""
     q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, items_smem = smems
     kv_full, kv_empty, full, empty, dq_full, dq_empty, item_full, item_empty = bars
-    items, blocks, heads, chunk, nheads_k, group, record_stride, limit, order, limit_ns = numbers
+    items, blocks, heads, chunk, nheads_k, group, record_stride, limit, wave, order, limit_ns = numbers
     c = 0
     n = 0
     if CONFIG.HANDOVER == 2:
@@ -234,6 +258,12 @@ def dq_warp(dq_desc, smems, bars, turns_ptr, numbers, CONFIG: gl.constexpr):
         record = items_smem.index(n & 1)
         words = words_of(record, WORDS)
         b, head, tiles = word_of(record, BATCH, WORDS), word_of(record, HEAD, WORDS), word_of(record, TILES, WORDS)
+        if CONFIG.DETERMINISTIC:
+            row_tiles = (dq_desc.shape[1].to(gl.int32) + CONFIG.BLOCK_Q - 1) // CONFIG.BLOCK_Q
+            turns_at = turns_ptr + (b * nheads_k + head) * group * row_tiles
+            ranks_at = turns_ptr + heads * group * row_tiles
+            ranks_at += (gl.where(record_stride > 0, b, 0) * CONFIG.SEGMENTS + word_of(record, SEGMENT, WORDS)) * row_tiles
+            rank = word_of(record, RANK, WORDS)
         mbarrier.arrive(item_empty.index(n & 1))
         n += 1
         for at in range(tiles * group):
@@ -243,9 +273,14 @@ def dq_warp(dq_desc, smems, bars, turns_ptr, numbers, CONFIG: gl.constexpr):
                 named("bar.sync", STAGED + place, 288, 1)
             else:
                 mbarrier.wait(dq_full.index(place), parity)
+            if CONFIG.DETERMINISTIC:
+                turn = turns_at + g * row_tiles + row // CONFIG.BLOCK_Q
+                _await_turn(turn, ranks_at + row // CONFIG.BLOCK_Q, rank)
             for w in gl.static_range(2):
                 add_dq(dq_desc, dq_smem.index(place * 2 + w), w, b, row, head * group + g, CONFIG)
             tma.store_wait(0)
+            if CONFIG.DETERMINISTIC:
+                _end_turn(turn)
             if CONFIG.HANDOVER == 2:
                 named("bar.arrive", FREE + place, 288, 1)
             else:

@@ -151,7 +151,7 @@ def _consumer(WG: gl.constexpr, dq_desc, smems, bars, dks, dvs, numbers, scale2,
     """One warpgroup: dK and dV of 64 keys, half of dQ."""
     q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, items_smem = smems
     kv_full, kv_empty, full, empty, dq_full, dq_empty, item_full, item_empty = bars
-    items, blocks, heads, chunk, nheads_k, group, record_stride, limit, order, limit_ns = numbers
+    items, blocks, heads, chunk, nheads_k, group, record_stride, limit, wave, order, limit_ns = numbers
     LD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.HEADDIM, 16])
     c = 0
     m = 0
@@ -191,12 +191,25 @@ def _consumer(WG: gl.constexpr, dq_desc, smems, bars, dks, dvs, numbers, scale2,
 
 
 @gluon.jit(
-    do_not_specialize=["items", "blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "limit", "order", "add"]
+    do_not_specialize=[
+        "items",
+        "blocks",
+        "heads",
+        "chunk",
+        "nheads_k",
+        "group",
+        "record_stride",
+        "limit",
+        "wave",
+        "order",
+        "add",
+    ]
 )
 def kernel(q_desc, dout_desc, dq_desc, stats_desc, spans_desc, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4, v5, v6, v7,
            dks, dvs, counter_ptr, records_ptr, turns_ptr, scale2, scale, items, blocks, heads, chunk,
-           nheads_k, group, record_stride, limit, order, limit_ns, add, CONFIG: gl.constexpr):  # fmt: skip
-    """One program: see the module. items: blocks * heads (of keys, over the batch); limit: how many items it takes at most."""
+           nheads_k, group, record_stride, limit, wave, order, limit_ns, add, CONFIG: gl.constexpr):  # fmt: skip
+    """One program: see the module. items: blocks * heads (of keys, over the batch); limit: how many items it takes at most;
+    wave: how many programs there are at a time; order: of rows (backward_copies)."""
     D: gl.constexpr = CONFIG.HEADDIM
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONFIG.STAGES, 1, CONFIG.BLOCK_Q, 1, D], q_desc.layout)
     dout_smem = gl.allocate_shared_memory(q_desc.dtype, [CONFIG.STAGES, 1, CONFIG.BLOCK_Q, 1, D], dout_desc.layout)
@@ -222,7 +235,7 @@ def kernel(q_desc, dout_desc, dq_desc, stats_desc, spans_desc, k0, k1, k2, k3, k
             dialect.barriers(2, READERS))  # fmt: skip
     smems = (q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, items_smem)
     descs = (q_desc, dout_desc, dq_desc, stats_desc, spans_desc)
-    numbers = (items, blocks, heads, chunk, nheads_k, group, record_stride, limit, order, limit_ns)
+    numbers = (items, blocks, heads, chunk, nheads_k, group, record_stride, limit, wave, order, limit_ns)
     ks, vs = (k0, k1, k2, k3, k4, k5, k6, k7), (v0, v1, v2, v3, v4, v5, v6, v7)
     pointers = (counter_ptr, records_ptr)
     if CONFIG.HANDOVER == 0:

@@ -44,7 +44,7 @@ class Forward:
     SHIFT: float = 32.0
     LIMIT: float = 2.0**96
     WAITS: int = 0
-    ITEMS: int = 16
+    ITEMS: int = 4
     SLOTS: int = 2
     REGS: int = 232
     COPY_REGS: int = 40
