@@ -126,10 +126,10 @@ def test_a_wrong_kernel_exits_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         return (out * (1 + 1e-3), lse) if len(calls) == 1 else (out, lse)
 
     monkeypatch.setattr(reference, "forward", drifting)
-    rf.tile.pick.cache_clear()  # pyright: ignore[reportAttributeAccessIssue]
+    rf.tile.choose.cache_clear()  # pyright: ignore[reportAttributeAccessIssue]
     case = verify.Case("zigzag", rf.Mask(causal=True), 50, 1, (2, 2), (8, 8), "float32", "auto", 0)
     try:
         assert verify.run_rank([case], "cpu") == 1
     finally:
-        rf.tile.pick.cache_clear()  # pyright: ignore[reportAttributeAccessIssue]
+        rf.tile.choose.cache_clear()  # pyright: ignore[reportAttributeAccessIssue]
     assert "WORSE" in capsys.readouterr().out

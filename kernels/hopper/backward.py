@@ -1,8 +1,8 @@
 """The Hopper backward tile: dQ, dK and dV of all segments in one launch, behind a small one that prepares its numbers."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringflash.kernels import blocks, portable
 from ringflash.kernels.hopper import backward_kernel, config, host
+from ringflash.kernels.hopper.backward_copies import RANK
 from ringflash.kernels.reference import LOG2E, Segment
 
 _NEVER = tl.constexpr(1 << 30)  # past every row
@@ -25,51 +26,6 @@ CACHE_BYTES = 64 << 20
 BLOCK_K = 128
 # Rows of statistics that a program of _prepare writes.
 _STRETCH = 2048
-
-
-@dataclass(frozen=True)
-class Backward:
-    """Everything that a backward kernel is compiled for.
-
-    PIPELINE: 0 tile by tile, 1 the next tile's scores start before the end of this one. EARLY: with 0, dV starts before dP is
-    there. HANDOVER: dQ is added by the warpgroups (0) or by a warp of its own, told by mbarriers (1) or named barriers (2).
-    PERMUTE: rows of dS are stored in an order that spreads the stores of dQ over the banks. PERSISTENT: programs take items
-    from a counter. FOLD: dS carries the softmax scale. DETERMINISTIC: dQ's parts are added in the order of the items, which
-    needs a dQ warp and the counter. WAITS: some segment has a flag.
-    """
-
-    HEADDIM: int
-    BLOCK_Q: int
-    STAGES: int
-    PLACES: int
-    PIPELINE: int = 0
-    EARLY: bool = False
-    HANDOVER: int = 2
-    PERMUTE: bool = True
-    PERSISTENT: bool = True
-    FOLD: bool = True
-    DETERMINISTIC: bool = False
-    SEGMENTS: int = 1
-    WAITS: bool = False
-
-
-# headdim -> the constants of the kernel.
-CONSTANTS: dict[int, Backward] = {
-    64: Backward(64, 128, STAGES=2, PLACES=1),
-    128: Backward(128, 64, STAGES=2, PLACES=2),
-}
-
-
-class Options(NamedTuple):
-    """What a benchmark varies beside the constants; None is the library's own choice.
-
-    chunk: heads of keys that are walked together; limit: items a program takes; order: of an item's full tiles, a sum of INNER,
-    DOWN, TURNS and ALIGNED (backward_copies).
-    """
-
-    chunk: int | None = None
-    limit: int = 8
-    order: int = 13
 
 
 @triton.jit
@@ -92,7 +48,7 @@ def _spans(begin_ptr, end_ptr, seqlen_q, keys, top):
 @triton.jit
 def _record(begin_ptr, end_ptr, record_ptr, spans_ptr, segment, n0, seqlen_k, seqlen_q, top, wait, ready, late,
             UNIT: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """One key block: which rows see each key, and the tiles of rows that follow (words as in backward_kernel).
+    """One key block: which rows see each key, and the tiles of rows that follow (words as in backward_copies).
 
     wait: 1 if the segment has a flag; ready, late: addresses.
     """
@@ -125,16 +81,16 @@ def _record(begin_ptr, end_ptr, record_ptr, spans_ptr, segment, n0, seqlen_k, se
 
 
 @triton.jit
-def _prepare(lse_ptr, delta_ptr, stats_ptr, begins, ends, strides, waits, readys, lates, seqlens_k, work_ptr, records_ptr,
+def _prepare(lse_ptr, delta_ptr, stats_ptr, begins, ends, strides, waits, readys, lates, seqlens_k, counter_ptr, records_ptr,
              spans_ptr, sizes, factor, SEGMENTS: tl.constexpr, UNIT: tl.constexpr, BLOCK_Q: tl.constexpr,
              BLOCK_K: tl.constexpr, STRETCH: tl.constexpr):  # fmt: skip
-    """Programs below `records` write a record each; the others a stretch of statistics. The first also clears the counters."""
+    """Programs below `records` write a record each; the others a stretch of statistics. The first also clears the counter."""
     seqlen_q, padded, top = blocks.size32(sizes[0]), blocks.size32(sizes[1]), blocks.size32(sizes[2])
     key_blocks, records = blocks.size32(sizes[3]), blocks.size32(sizes[4])
     pid = tl.program_id(0)
     if pid < records:
         if pid == 0:
-            tl.store(work_ptr + tl.arange(0, 4), tl.zeros([4], tl.int32))
+            tl.store(counter_ptr, 0)
         b, block = pid // key_blocks, pid % key_blocks
         s = 0
         within = block
@@ -164,9 +120,9 @@ def _prepare(lse_ptr, delta_ptr, stats_ptr, begins, ends, strides, waits, readys
 
 @triton.jit
 def _rank(records_ptr, table_ptr, key_blocks, sizes, SEGMENTS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """In which order key blocks add to a tile of rows: block j of a segment comes after table[segment, tile] + word 20 of j.
+    """In which order key blocks add to a tile of rows: block j of a segment comes after table[segment, tile] + RANK of j.
 
-    Word 20: how many blocks of the segment before j have tiles. Of these, those whose rows end before the tile do not touch
+    RANK: how many blocks of the segment before j have tiles. Of these, those whose rows end before the tile do not touch
     it, all others do, since rows' ends and begins do not decrease; and blocks of earlier segments come first.
     """
     total, tiles = blocks.size32(sizes[0]), blocks.size32(sizes[1])
@@ -186,7 +142,7 @@ def _rank(records_ptr, table_ptr, key_blocks, sizes, SEGMENTS: tl.constexpr, BLO
             hi = lo + BLOCK_Q * tl.load(records_ptr + block * 32 + 3, mask=block < number, other=0)
             some = (hi > lo).to(tl.int32)
             if tl.program_id(1) == 0:
-                tl.store(records_ptr + block * 32 + 20, count + tl.cumsum(some, 0) - some, mask=block < number)
+                tl.store(records_ptr + block * 32 + RANK, count + tl.cumsum(some, 0) - some, mask=block < number)
             count += tl.sum(some, 0)
             ended += tl.sum(tl.where(hi[None, :] <= row, some[None, :], 0), 1)
             touched += tl.sum(tl.where((lo[None, :] <= row) & (row < hi[None, :]), some[None, :], 0), 1)
@@ -208,75 +164,53 @@ def backward(
     add: bool = True,
     deterministic: bool = False,
 ) -> None:
-    """Add the segments' contributions to float32 dq, and to float32 (dk, dv) per segment (kernels/README.md has the contract).
+    """Add the segments' contributions to dq and, per segment, to (dk, dv) (kernels/README.md has the contract).
 
-    dout (batch, seqlen_q, nheads_q, headdim), q alike, bfloat16 or float16; lse, delta float32 (batch, nheads_q, seqlen_q).
+    dout, q (batch, seqlen_q, nheads_q, headdim), segments' k, v (batch, seqlen_k, nheads_k, headdim): bfloat16 or float16,
+    headdim 64 or 128. lse, delta float32 (batch, nheads_q, seqlen_q). dq, dk, dv of the shapes of q, k, v: float32, contiguous.
     add=False: dk and dv are stored instead, zeros where no row sees the key. deterministic: dq too is the same to the bit
     every time, since its parts are added in one order.
     """
-    launch(dout, q, segments, lse, delta, scale, dq, dkv, add=add, DETERMINISTIC=deterministic)
-
-
-def launch(
-    dout: Tensor,
-    q: Tensor,
-    segments: Sequence[Segment],
-    lse: Tensor,
-    delta: Tensor,
-    scale: float,
-    dq: Tensor,
-    dkv: Sequence[tuple[Tensor, Tensor]],
-    *,
-    add: bool = True,
-    options: Options = Options(),
-    **changes: Any,
-) -> None:
-    """`backward` with the choices a benchmark varies laid open: options, and fields of Backward."""
     pairs = [pair for pair in zip(segments, dkv, strict=True) if pair[0].k.numel()]
     if q.numel() == 0:
         if not add:
             for _, grads in pairs:
                 _ = [grad.zero_() for grad in grads]
         return
-    constants = replace(CONSTANTS[q.shape[3]], FOLD=q.dtype == torch.bfloat16)
-    constants = replace(constants, **changes)
-    assert not constants.DETERMINISTIC or (constants.HANDOVER and constants.PERSISTENT)
+    constants = replace(config.BACKWARD[q.shape[3]], FOLD=q.dtype == torch.bfloat16, DETERMINISTIC=deterministic)
     dout, q = host.loadable(dout), host.loadable(q)
     for i in range(0, len(pairs), portable.MAX_SEGMENTS):
         part, into = zip(*pairs[i : i + portable.MAX_SEGMENTS], strict=True)
-        _one_launch(dout, q, part, (lse, delta), scale, dq, into, constants, options, add)
+        _one_launch(dout, q, part, (lse, delta), scale, dq, into, constants, add)
 
 
 def _one_launch(dout: Tensor, q: Tensor, segments: Sequence[Segment], stats: tuple[Tensor, Tensor], scale: float, dq: Tensor,
-                dkv: Sequence[tuple[Tensor, Tensor]], constants: Backward, options: Options, add: bool) -> None:  # fmt: skip
+                dkv: Sequence[tuple[Tensor, Tensor]], constants: config.Backward, add: bool) -> None:  # fmt: skip
     batch, _, nheads_q, headdim = q.shape
     nheads_k = segments[0].k.shape[2]
     c = replace(constants, SEGMENTS=len(segments), WAITS=host.waits(segments) != 0)
     key_blocks = sum(-(-segment.k.shape[1] // BLOCK_K) for segment in segments)
     heads = batch * nheads_k
-    items = key_blocks * heads
     row_bytes = q.shape[1] * (nheads_q // nheads_k) * headdim * 2 * q.element_size()
-    chunk = options.chunk or min(heads, max(1, CACHE_BYTES // row_bytes))
-    limit = options.limit if c.PERSISTENT else 1
-    grid = min(items, max(host.multiprocessors(q.device), -(-items // limit))) if c.PERSISTENT else items
+    chunk = min(heads, max(1, CACHE_BYTES // row_bytes))
     ks = tuple(host.describe(host.loadable(segment.k), BLOCK_K, headdim) for segment in segments)
     vs = tuple(host.describe(host.loadable(segment.v), BLOCK_K, headdim) for segment in segments)
     with portable.guard(q.device):
-        rows, spans, records, work = _prepared(segments, *stats, key_blocks, scale if c.FOLD else 1.0, c)
-        turns = _turns(segments, records, (batch * nheads_q, q.shape[1]), c) if c.DETERMINISTIC else work
+        rows, spans, records, counter = _prepared(segments, *stats, key_blocks, scale if c.FOLD else 1.0, c)
+        turns = _turns(segments, records, (batch * nheads_q, q.shape[1]), c) if c.DETERMINISTIC else counter
         dks, dvs = tuple([dk for dk, _ in dkv]), tuple([dv for _, dv in dkv])
         args = (
             host.describe(q, c.BLOCK_Q, headdim), host.describe(dout, c.BLOCK_Q, headdim), host.describe(dq, 64, 64), rows,
-            spans, *portable.slots(ks), *portable.slots(vs), dks, dvs, work, records, turns, scale * LOG2E, scale, items,
+            spans, *portable.slots(ks), *portable.slots(vs), dks, dvs, counter, records, turns, scale * LOG2E, scale,
             key_blocks, heads, chunk, nheads_k, nheads_q // nheads_k, key_blocks if records.shape[0] > key_blocks else 0,
-            limit, host.multiprocessors(q.device), options.order, host.flags(segments)[2], int(add), config.Known(c),
+            host.multiprocessors(q.device), host.flags(segments)[2], int(add), config.Known(c),
         )  # fmt: skip
-        _launcher(grid, args, key=(c, q.dtype), pointers=(*dks, *dvs, work, records, turns))
+        _launcher(key_blocks * heads, args, key=(c, q.dtype), pointers=(*dks, *dvs, counter, records, turns))
 
 
 def _prepared(segments: Sequence[Segment], lse: Tensor, delta: Tensor, key_blocks: int, factor: float,
-              c: Backward) -> tuple[TensorDescriptor, TensorDescriptor, Tensor, Tensor]:  # fmt: skip
-    """Statistics and spans as descriptors, records (a row each), and cleared counters, by one launch."""
+              c: config.Backward) -> tuple[TensorDescriptor, TensorDescriptor, Tensor, Tensor]:  # fmt: skip
+    """Statistics and spans as descriptors, records (a row each), and the counter of items at 0, by one launch."""
     batch, nheads_q, seqlen_q = lse.shape
     begins, ends, strides = host.intervals(segments)
     readys, lates, _ = host.flags(segments)
@@ -286,10 +220,10 @@ def _prepared(segments: Sequence[Segment], lse: Tensor, delta: Tensor, key_block
     stretches = batch * nheads_q * -(-padded // _STRETCH)
     numbers = torch.empty(records * (32 + 2 * BLOCK_K) + 32, dtype=torch.int32, device=lse.device)
     rows = torch.empty(batch * nheads_q * 2 * padded, dtype=torch.float32, device=lse.device)
-    work, table, spans = numbers[:32], numbers[32 : 32 + 32 * records], numbers[32 + 32 * records :]
+    counter, table, spans = numbers[:1], numbers[32 : 32 + 32 * records], numbers[32 + 32 * records :]
     _prepare[(records + stretches,)](  # pyright: ignore[reportIndexIssue]
         lse, delta, rows, begins, ends, strides, portable.encode(host.waits(segments))[0], readys, lates,
-        portable.encode(*(segment.k.shape[1] for segment in segments)), work, table, spans,
+        portable.encode(*(segment.k.shape[1] for segment in segments)), counter, table, spans,
         portable.encode(seqlen_q, padded, 1 << (seqlen_q.bit_length() - 1), key_blocks, records), factor,
         SEGMENTS=len(segments), UNIT=c.BLOCK_Q if c.DETERMINISTIC else 4, BLOCK_Q=c.BLOCK_Q, BLOCK_K=BLOCK_K,
         STRETCH=_STRETCH, num_warps=4,
@@ -298,11 +232,11 @@ def _prepared(segments: Sequence[Segment], lse: Tensor, delta: Tensor, key_block
         TensorDescriptor(rows, [batch * nheads_q, 2, padded], [2 * padded, padded, 1], [1, 2, c.BLOCK_Q], _FLAT[3]),
         TensorDescriptor(spans, [records, 2 * BLOCK_K], [2 * BLOCK_K, 1], [1, 2 * BLOCK_K], _FLAT[2]),
         table.view(records, 32),
-        work,
+        counter,
     )
 
 
-def _turns(segments: Sequence[Segment], records: Tensor, rows: tuple[int, int], c: Backward) -> Tensor:
+def _turns(segments: Sequence[Segment], records: Tensor, rows: tuple[int, int], c: config.Backward) -> Tensor:
     """Whose turn it is at each (head, tile of rows), all 0; then per record's batch row, segment and tile, what _rank says."""
     heads, tiles = rows[0], -(-rows[1] // c.BLOCK_Q)
     key_blocks = [-(-segment.k.shape[1] // BLOCK_K) for segment in segments]
@@ -321,14 +255,15 @@ _FLAT = {rank: gl.NVMMASharedLayout(0, 32, rank=rank) for rank in (2, 3)}
 def sources() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """(name, kernel, signature, constants, options) of every configuration, to be compiled without a GPU."""
     variants: dict[str, dict[str, Any]] = {"plain": {}, "three segments": {"SEGMENTS": 3, "WAITS": True}}
+    variants["deterministic"] = {"DETERMINISTIC": True}
     for dtype in (torch.bfloat16, torch.float16):
-        for headdim, constants in CONSTANTS.items():
+        for headdim, constants in config.BACKWARD.items():
             for name, changes in variants.items():
                 c = replace(constants, FOLD=dtype == torch.bfloat16, **changes)
                 yield (f"{str(dtype)[6:]} {headdim} {name}", backward_kernel.kernel, *signature(c, dtype), host.LAUNCH)
 
 
-def signature(c: Backward, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+def signature(c: config.Backward, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
     """(signature, constants) of the kernel compiled for c."""
     rows, keys = host.descriptor_type(c.BLOCK_Q, c.HEADDIM, dtype), host.descriptor_type(BLOCK_K, c.HEADDIM, dtype)
     constants: dict[str, Any] = {"CONFIG": config.Known(c)}
@@ -346,6 +281,6 @@ def signature(c: Backward, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str
                 constants[f"{name}{i}"] = None
     signature |= dict.fromkeys(("dks", "dvs"), ("*fp32",) * c.SEGMENTS)
     signature |= {f"{name}_ptr": "*i32" for name in ("counter", "records", "turns")} | {"scale2": "fp32", "scale": "fp32"}
-    names = ("items", "blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "limit", "wave", "order")
+    names = ("blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "wave")
     signature |= dict.fromkeys(names, "i32") | {"limit_ns": "i64", "add": "i32", "CONFIG": "constexpr"}
     return signature, constants

@@ -5,13 +5,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ringflash.kernels.hopper import dialect
-from ringflash.kernels.hopper.backward_copies import FREE, MEET, READ, STAGED, add_dq, named, place_of
+from ringflash.kernels.hopper.backward_copies import FREE, READ, STAGED, named, place_of
 
 
 @gluon.jit
@@ -21,16 +19,16 @@ def _pin(x, PACK: gl.constexpr):
 
 
 @gluon.jit
-def _keys(x_smem, c, CONFIG: gl.constexpr):
+def _keys(x_smem, i, CONFIG: gl.constexpr):
     """K or V. The place, always 0, depends on the tile for the compiler, which would keep many addresses in registers."""
-    return x_smem.index(c >> 30).reshape([128, CONFIG.HEADDIM])
+    return x_smem.index(i >> 30).reshape([128, CONFIG.HEADDIM])
 
 
 @gluon.jit
-def keys_times(x_smem, rows_smem, c, s, WG: gl.constexpr, CONFIG: gl.constexpr):
+def _keys_times(x_smem, rows_smem, i, s, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Start K Q^T or V dO^T of this warpgroup's keys: [64, BLOCK_Q]."""
     LT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.BLOCK_Q, 16])
-    x = _keys(x_smem, c, CONFIG).slice(WG * 64, 64)
+    x = _keys(x_smem, i, CONFIG).slice(WG * 64, 64)
     rows = rows_smem.index(s).reshape([CONFIG.BLOCK_Q, CONFIG.HEADDIM]).permute((1, 0))
     return warpgroup_mma(x, rows, gl.zeros([64, CONFIG.BLOCK_Q], gl.float32, LT), use_acc=False, is_async=True)
 
@@ -51,19 +49,6 @@ def _exponents(x, stats_smem, spans_smem, s, row, scale2, WG: gl.constexpr, MASK
 
 
 @gluon.jit
-def front(x, v_smem, dout_smem, stats_smem, spans_smem, c, s, row, scale2, WG: gl.constexpr, MASK: gl.constexpr,
-           CONFIG: gl.constexpr):  # fmt: skip
-    """(P^T, dP^T on its way) from scores. EARLY: an edge tile compares first, while dP takes no registers yet."""
-    EARLY: gl.constexpr = MASK and CONFIG.HEADDIM == 128
-    if EARLY:
-        x = _exponents(x, stats_smem, spans_smem, s, row, scale2, WG, MASK, CONFIG)
-    dp_t = keys_times(v_smem, dout_smem, c, s, WG, CONFIG)
-    if not EARLY:
-        x = _exponents(x, stats_smem, spans_smem, s, row, scale2, WG, MASK, CONFIG)
-    return gl.exp2(x), dp_t
-
-
-@gluon.jit
 def _score_gradients(p, dp, stats_smem, s, scale, CONFIG: gl.constexpr):
     """dS^T = P^T * (dP^T - delta), with FOLD times the softmax scale (which the statistics hold then)."""
     stat = stats_smem.index(s).reshape([2 * CONFIG.BLOCK_Q]).slice(CONFIG.BLOCK_Q, CONFIG.BLOCK_Q)
@@ -76,28 +61,22 @@ def _score_gradients(p, dp, stats_smem, s, scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _share(ds, ds_smem, b, WG: gl.constexpr, CONFIG: gl.constexpr):
-    """dS^T of this warpgroup into shared memory, for both.
+    """dS^T of this warpgroup into shared memory, for both, as dS [rows, keys], row 8j + 2i + e at 8j + 4e + i.
 
-    PERMUTE: as dS [rows, keys], row 8j + 2i + e at 8j + 4e + i: then the threads that store rows of dQ at the same time hit
-    different banks.
+    With the rows in that order the threads that store rows of dQ at the same time hit different banks.
     """
-    if CONFIG.PERMUTE:
-        x = gl.reshape(gl.permute(ds, (1, 0)), [CONFIG.BLOCK_Q // 8, 4, 2, 64])
-        x = gl.reshape(gl.permute(x, (0, 2, 1, 3)), [CONFIG.BLOCK_Q, 64])
-        ds_smem.index(b).slice(WG * 64, 64, dim=1).store(x)
-    else:
-        ds_smem.index(b).slice(WG * 64, 64).store(ds)
+    x = gl.reshape(gl.permute(ds, (1, 0)), [CONFIG.BLOCK_Q // 8, 4, 2, 64])
+    x = gl.reshape(gl.permute(x, (0, 2, 1, 3)), [CONFIG.BLOCK_Q, 64])
+    ds_smem.index(b).slice(WG * 64, 64, dim=1).store(x)
     fence_async_shared()
 
 
 @gluon.jit
-def _times_keys(ds_smem, k_smem, c, WG: gl.constexpr, CONFIG: gl.constexpr):
+def _times_keys(ds_smem, k_smem, i, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Start this warpgroup's half of dQ = dS K: [64, 64]."""
     LQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    k = _keys(k_smem, c, CONFIG)
-    ds = ds_smem.index(c & 1)
-    if not CONFIG.PERMUTE:
-        ds = ds.permute((1, 0))
+    k = _keys(k_smem, i, CONFIG)
+    ds = ds_smem.index(i & 1)
     if CONFIG.HEADDIM == 128:
         k = k.slice(WG * 64, 64, dim=1)
     else:
@@ -106,129 +85,44 @@ def _times_keys(ds_smem, k_smem, c, WG: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _stage(dq, dq_desc, dq_smem, dq_full, c, at, scale, WG: gl.constexpr, CONFIG: gl.constexpr):
-    """Hand half of dQ to the dQ warp (HANDOVER 1 by mbarrier, 2 by named barrier) or add it from here (0)."""
-    place, parity = place_of(c, CONFIG.PLACES)
-    b, row, h = at
+def _stage(dq, dq_smem, place, scale, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Hand half of dQ to the dQ warp, its rows in order again."""
     if not CONFIG.FOLD:
         dq = dq * scale
-    if CONFIG.PERMUTE:
-        dq = gl.reshape(gl.permute(gl.reshape(dq, [8, 2, 4, 64]), (0, 2, 1, 3)), [64, 64])
-    half = dq_smem.index(place * 2 + WG)
-    half.reshape([64, 64]).store(dq)
+    dq = gl.reshape(gl.permute(gl.reshape(dq, [8, 2, 4, 64]), (0, 2, 1, 3)), [64, 64])
+    dq_smem.index(place * 2 + WG).reshape([64, 64]).store(dq)
     fence_async_shared()
-    if CONFIG.HANDOVER == 0:
-        add_dq(dq_desc, half, WG, b, row, h, CONFIG)
-    elif CONFIG.HANDOVER == 1:
-        mbarrier.arrive(dq_full.index(place))
-    else:
-        named("bar.arrive", STAGED + place, 288, 4)
+    named("bar.arrive", STAGED + place, 288, 4)
 
 
 @gluon.jit
-def _await_place(dq_empty, c, CONFIG: gl.constexpr):
-    """Until dQ may be staged again (HANDOVER 2: see _meet)."""
-    place, parity = place_of(c, CONFIG.PLACES)
-    if CONFIG.HANDOVER == 0:
-        tma.store_wait(CONFIG.PLACES - 1)
-    elif CONFIG.HANDOVER == 1:
-        mbarrier.wait(dq_empty.index(place), parity ^ 1)
-
-
-@gluon.jit
-def _meet(c, CONFIG: gl.constexpr):
-    """Until both warpgroups have shared their dS."""
-    if CONFIG.HANDOVER == 2:
-        place, parity = place_of(c, CONFIG.PLACES)
-        named("bar.sync", FREE + place, 288, 4)
-    else:
-        dialect.meet(MEET, 256)
-
-
-@gluon.jit
-def _release(empty, s, CONFIG: gl.constexpr):
-    """This warpgroup has no more use for the rows in place s."""
-    if CONFIG.HANDOVER == 2:
-        named("bar.arrive", READ + s, 288, 4)
-    else:
-        mbarrier.arrive(empty.index(s))
-
-
-@gluon.jit
-def tile(c, m, at, dk, dv, dq_desc, smems, bars, scale2, scale, WG: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr):
-    """PIPELINE 0: one tile from scores to dK. dV runs while the warpgroups meet, dK while dQ is staged."""
-    q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, items_smem = smems
-    kv_full, kv_empty, full, empty, dq_full, dq_empty, item_full, item_empty = bars
+def tile(i, row, dk, dv, smems, bars, scale2, scale, WG: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr):
+    """The item's i-th tile from scores to dK. dV runs while the warpgroups meet, dK while dQ is staged. row: where to MASK."""
+    q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, record_smem = smems
+    kv_full, full, told = bars
     LA: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    s, parity = place_of(c, CONFIG.STAGES)
+    s, parity = place_of(i, CONFIG.STAGES)
     mbarrier.wait(full.index(s), parity)
-    x_t = keys_times(k_smem, q_smem, c, s, WG, CONFIG)
-    dp_t = keys_times(v_smem, dout_smem, c, s, WG, CONFIG)
+    x_t = _keys_times(k_smem, q_smem, i, s, WG, CONFIG)
+    dp_t = _keys_times(v_smem, dout_smem, i, s, WG, CONFIG)
     x = warpgroup_mma_wait(1, [x_t])
-    p = gl.exp2(_exponents(x, stats_smem, spans_smem, s, at[1], scale2, WG, MASK, CONFIG))
+    p = gl.exp2(_exponents(x, stats_smem, spans_smem, s, row, scale2, WG, MASK, CONFIG))
     # never spins: it ends the basic block, so that ptxas cannot move the wait for dP above the exponentials
-    mbarrier.wait(kv_full.index(0), m & 1)
+    mbarrier.wait(kv_full.index(0), 0)
+    dp = warpgroup_mma_wait(0, [dp_t])
+    ds = _score_gradients(p, dp, stats_smem, s, scale, CONFIG).to(q_smem.dtype)
+    pb = _pin(p.to(q_smem.dtype), 2)
+    _share(ds, ds_smem, i & 1, WG, CONFIG)
     dout = dout_smem.index(s).reshape([CONFIG.BLOCK_Q, CONFIG.HEADDIM])
-    if CONFIG.EARLY:
-        pb = _pin(p.to(q_smem.dtype), 2)
-        dv_t = warpgroup_mma(gl.convert_layout(pb, LA), dout, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, [dp_t])
-        ds = _score_gradients(p, dp, stats_smem, s, scale, CONFIG).to(q_smem.dtype)
-        _share(ds, ds_smem, c & 1, WG, CONFIG)
-        _await_place(dq_empty, c, CONFIG)
-    else:
-        dp = warpgroup_mma_wait(0, [dp_t])
-        ds = _score_gradients(p, dp, stats_smem, s, scale, CONFIG).to(q_smem.dtype)
-        pb = _pin(p.to(q_smem.dtype), 2)
-        _share(ds, ds_smem, c & 1, WG, CONFIG)
-        _await_place(dq_empty, c, CONFIG)
-        dv_t = warpgroup_mma(gl.convert_layout(pb, LA), dout, dv, is_async=True)
-    _meet(c, CONFIG)
-    dq_t = _times_keys(ds_smem, k_smem, c, WG, CONFIG)
+    dv_t = warpgroup_mma(gl.convert_layout(pb, LA), dout, dv, is_async=True)
+    place, parity = place_of(i, CONFIG.PLACES)
+    named("bar.sync", FREE + place, 288, 4)  # dS of both is there, and dQ may be staged
+    dq_t = _times_keys(ds_smem, k_smem, i, WG, CONFIG)
     dv = warpgroup_mma_wait(1, [dv_t])
     dk_t = warpgroup_mma(gl.convert_layout(ds, LA), q_smem.index(s).reshape([CONFIG.BLOCK_Q, CONFIG.HEADDIM]), dk,
                          is_async=True)  # fmt: skip
     dq = warpgroup_mma_wait(1, [dq_t])
-    _stage(dq, dq_desc, dq_smem, dq_full, c, at, scale, WG, CONFIG)
+    _stage(dq, dq_smem, place, scale, WG, CONFIG)
     dk = warpgroup_mma_wait(0, [dk_t])
-    _release(empty, s, CONFIG)
+    named("bar.arrive", READ + s, 288, 4)  # no more use for the rows
     return dk, dv
-
-
-@gluon.jit
-def step(c, m, more, at_before, at, p, dp, dk, dv, dq_desc, smems, bars, scale2, scale, WG: gl.constexpr, MASK: gl.constexpr,
-          LAST: gl.constexpr, CONFIG: gl.constexpr):  # fmt: skip
-    """PIPELINE 1: what remains of tile c - 1 (from dS on), and tile c up to dP. more: there is a tile c + 1."""
-    q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, items_smem = smems
-    kv_full, kv_empty, full, empty, dq_full, dq_empty, item_full, item_empty = bars
-    LA: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    t = c - 1
-    s, parity = place_of(t, CONFIG.STAGES)
-    s1, parity1 = place_of(c, CONFIG.STAGES)
-    dout = dout_smem.index(s).reshape([CONFIG.BLOCK_Q, CONFIG.HEADDIM])
-    q = q_smem.index(s).reshape([CONFIG.BLOCK_Q, CONFIG.HEADDIM])
-    ds = _score_gradients(p, dp, stats_smem, s, scale, CONFIG).to(q_smem.dtype)
-    pb = _pin(p.to(q_smem.dtype), 2)
-    _share(ds, ds_smem, t & 1, WG, CONFIG)
-    _await_place(dq_empty, t, CONFIG)
-    dv_t = warpgroup_mma(gl.convert_layout(pb, LA), dout, dv, is_async=True)
-    dk_t = warpgroup_mma(gl.convert_layout(ds, LA), q, dk, is_async=True)
-    _meet(t, CONFIG)
-    dq_t = _times_keys(ds_smem, k_smem, t, WG, CONFIG)
-    if LAST:
-        dv, dk, dq = warpgroup_mma_wait(0, [dv_t, dk_t, dq_t])
-        _release(empty, s, CONFIG)
-        _stage(dq, dq_desc, dq_smem, dq_full, t, at_before, scale, WG, CONFIG)
-    else:
-        dv, dk = warpgroup_mma_wait(1, [dv_t, dk_t])
-        _release(empty, s, CONFIG)
-        x_t = keys_times(k_smem, q_smem, c, s1, WG, CONFIG)
-        dq = warpgroup_mma_wait(1, [dq_t])
-        _stage(dq, dq_desc, dq_smem, dq_full, t, at_before, scale, WG, CONFIG)
-        x = warpgroup_mma_wait(0, [x_t])
-        p, dp_t = front(x, v_smem, dout_smem, stats_smem, spans_smem, c, s1, at[1], scale2, WG, MASK, CONFIG)
-        mbarrier.wait(kv_full.index(0), m & 1)  # as in _tile
-        dp = warpgroup_mma_wait(0, [dp_t])
-        s2, parity2 = place_of(c + 1, CONFIG.STAGES)
-        mbarrier.wait(full.index(s2), parity2, pred=more)
-    return p, dp, dk, dv

@@ -62,3 +62,28 @@ FORWARD: dict[tuple[int, int], Forward] = {
     (192, 128): Forward(128, 64, 256, 128, STAGES=2, Q_REGS=False, STAGED=False),
     (256, 256): Forward(128, 64, 256, 256, STAGES=2, Q_REGS=False, STAGED=False),
 }
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Everything that a backward kernel is compiled for.
+
+    STAGES: how many tiles of rows are there or on their way. PLACES: how many tiles of dQ wait to be added. FOLD: dS carries
+    the softmax scale. DETERMINISTIC: dQ's parts are added in the order of the key blocks. WAITS: some segment has a flag.
+    """
+
+    HEADDIM: int
+    BLOCK_Q: int
+    STAGES: int
+    PLACES: int
+    FOLD: bool = True
+    DETERMINISTIC: bool = False
+    SEGMENTS: int = 1
+    WAITS: bool = False
+
+
+# headdim -> the constants of the backward kernel.
+BACKWARD: dict[int, Backward] = {
+    64: Backward(64, 128, STAGES=2, PLACES=1),
+    128: Backward(128, 64, STAGES=2, PLACES=2),
+}
