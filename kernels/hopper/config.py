@@ -42,7 +42,7 @@ class Forward:
     FLAT: float = 12.0
     SHORT: int = 8
     SHIFT: float = 32.0
-    LIMIT: float = 2.0**96
+    LIMIT: float = 2.0**94
     WAITS: int = 0
     ITEMS: int = 4
     SLOTS: int = 2

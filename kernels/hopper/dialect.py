@@ -8,12 +8,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 if hasattr(tma, "async_load"):
     load, store, reduce_add = tma.async_load, tma.async_store, tma.async_atomic_add
-
-    @builtin
-    def reinterpret(smem, dtype, shape, layout, _semantic=None):
-        """The same shared memory as a tensor of another type."""
-        return smem.reinterpret(dtype, shape, layout, _semantic=_semantic)
-
 else:  # Triton 3.6
     load, store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
@@ -23,10 +17,12 @@ else:  # Triton 3.6
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
-    @builtin
-    def reinterpret(smem, dtype, shape, layout, _semantic=None):
-        """The same shared memory as a tensor of another type."""
-        return smem._reinterpret(dtype, shape, layout, _semantic=_semantic)
+
+@builtin
+def reinterpret(smem, dtype, shape, layout, _semantic=None):
+    """The same shared memory as a tensor of another type (Triton 3.9 made the method public)."""
+    method = smem.reinterpret if hasattr(smem, "reinterpret") else smem._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
 
 
 # One number per thread of a warpgroup, or of a warp: what inline assembly is run on.

@@ -145,7 +145,7 @@ def _pick(xs, s, SEGMENTS: gl.constexpr):
 
 
 @gluon.jit
-def _merge(ref, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr):
+def _merge(ref, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr, CONFIG: gl.constexpr):
     """Add the carried state: (reference, sum, acc), untouched to the bit where the row saw nothing here."""
     ref_in = gl.load(max_ptr + row_at, mask=keep, other=-float("inf"))
     sum_in = gl.load(sum_ptr + row_at, mask=keep, other=0.0)
@@ -153,7 +153,7 @@ def _merge(ref, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr):
     safe = gl.where(ref_new == -float("inf"), 0.0, ref_new)
     ours = gl.where(total > 0, gl.exp2(ref - safe), 0.0)
     theirs = gl.exp2(ref_in - safe)
-    acc = acc_in * softmax.rows(theirs, acc) + acc * softmax.rows(ours, acc)
+    acc = acc_in * softmax.rows(theirs, acc) + acc * softmax.rows(ours * 2.0**CONFIG.SHIFT, acc)
     return ref_new, sum_in * theirs + total * ours, acc
 
 
@@ -179,9 +179,10 @@ def _store(WG: gl.constexpr, ref, total, acc, where, o_desc, o_smem, q_smem, max
            CONFIG: gl.constexpr):  # fmt: skip
     """Write (out, lse), or the state."""
     b, h, first, row_at, keep, acc_at, acc_keep = where
+    LIFT: gl.constexpr = 1.0 if CONFIG.CARRIED else 2.0**CONFIG.SHIFT
     if CONFIG.FINISH:
         gl.store(lse_ptr + row_at, (ref + gl.log2(total)) * _LN2, mask=keep)
-        weight = 1.0 / gl.where(total == 0.0, 1.0, total)
+        weight = LIFT / gl.where(total == 0.0, 1.0, total)
     else:
         # Without a carried state the reference becomes the logarithm of the sum, so that acc and sum are about 1.
         ref_out = ref
@@ -191,6 +192,7 @@ def _store(WG: gl.constexpr, ref, total, acc, where, o_desc, o_smem, q_smem, max
             weight = gl.where(total == 0.0, 0.0, gl.exp2(ref - ref_out))
         gl.store(max_ptr + row_at, ref_out, mask=keep)
         gl.store(sum_ptr + row_at, total * weight, mask=keep)
+        weight = weight * LIFT
     acc = acc * softmax.rows(weight, acc)
     if CONFIG.STAGED:
         tma.store_wait(0)
@@ -278,6 +280,9 @@ def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, 
             row = first + 64 * WG + gl.arange(0, 64, layout=RS)
             keep = row < sizes[0]
             store = _verdict(total, acc, keep, passes, bad_smem.index(2 * place + WG), work_ptr, CONFIG)
+            # Without SHIFT the logarithm of the sum is small, and so is its rounding; acc follows where it is weighted.
+            ref = ref - CONFIG.SHIFT
+            total = total * 2.0**CONFIG.SHIFT
             row_at = (b.to(gl.int64) * sizes[1] + h) * sizes[0] + row
             acc_row = gl.convert_layout((b.to(gl.int64) * sizes[0] + row) * sizes[1] + h, RO)
             acc_at = acc_row[:, None] * CONFIG.HEADDIM_V + gl.arange(0, CONFIG.HEADDIM_V, layout=gl.SliceLayout(0, LO))[None, :]
@@ -288,7 +293,7 @@ def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, 
                     acc_in = o_smem.index(WG).reshape([64, CONFIG.HEADDIM_V]).load(LO)
                 else:
                     acc_in = gl.load(acc_ptr + acc_at, mask=acc_keep, other=0.0)
-                ref, total, acc = _merge(ref, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr)
+                ref, total, acc = _merge(ref, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr, CONFIG)
             if store != 0:
                 where = (b, h, first, row_at, keep, acc_at, acc_keep)
                 _store(WG, ref, total, acc, where, o_desc, o_smem, q_smem, max_ptr, sum_ptr, out_ptr, lse_ptr, CONFIG)
