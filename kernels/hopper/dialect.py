@@ -19,7 +19,7 @@ else:  # Triton 3.6
 
 
 @builtin
-def reinterpret(smem, dtype, shape, layout, _semantic=None):
+def reinterpret(smem, dtype, *, shape, layout, _semantic=None):
     """The same shared memory as a tensor of another type (Triton 3.9 made the method public)."""
     method = smem.reinterpret if hasattr(smem, "reinterpret") else smem._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)

@@ -198,7 +198,7 @@ def _store(WG: gl.constexpr, ref, total, acc, where, o_desc, o_smem, q_smem, max
         tma.store_wait(0)
         stage = o_smem.index(WG)
         if CONFIG.CARRIED and CONFIG.FINISH:
-            stage = dialect.reinterpret(stage, q_smem.dtype, [1, 64, 1, CONFIG.HEADDIM_V], o_desc.layout)
+            stage = dialect.reinterpret(stage, q_smem.dtype, shape=[1, 64, 1, CONFIG.HEADDIM_V], layout=o_desc.layout)
         stage.reshape([64, CONFIG.HEADDIM_V]).store(acc.to(o_desc.dtype))
         fence_async_shared()
         dialect.store(o_desc, [b, first + 64 * WG, h, 0], stage)
