@@ -41,7 +41,7 @@ class Forward:
     TURNS: bool = True
     FLAT: float = 12.0
     SHORT: int = 8
-    SHIFT: float = 32.0
+    SHIFT: float = 8.0
     LIMIT: float = 2.0**94
     WAITS: int = 0
     ITEMS: int = 4

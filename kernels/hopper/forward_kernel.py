@@ -149,7 +149,8 @@ def _merge(ref, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr, CONFIG: gl.c
     """Add the carried state: (reference, sum, acc), untouched to the bit where the row saw nothing here."""
     ref_in = gl.load(max_ptr + row_at, mask=keep, other=-float("inf"))
     sum_in = gl.load(sum_ptr + row_at, mask=keep, other=0.0)
-    ref_new = gl.maximum(ref_in, ref + gl.log2(total))
+    k, _ = softmax.power(total)  # whole steps between references: weights that are powers of two round nothing
+    ref_new = gl.maximum(ref_in, gl.where(total > 0, ref + k, -float("inf")))
     safe = gl.where(ref_new == -float("inf"), 0.0, ref_new)
     ours = gl.where(total > 0, gl.exp2(ref - safe), 0.0)
     theirs = gl.exp2(ref_in - safe)
@@ -184,12 +185,13 @@ def _store(WG: gl.constexpr, ref, total, acc, where, o_desc, o_smem, q_smem, max
         gl.store(lse_ptr + row_at, (ref + gl.log2(total)) * _LN2, mask=keep)
         weight = LIFT / gl.where(total == 0.0, 1.0, total)
     else:
-        # Without a carried state the reference becomes the logarithm of the sum, so that acc and sum are about 1.
+        # Without a carried state the reference takes the sum's power of two, so that the sum is 1 to 2; nothing is rounded.
         ref_out = ref
         weight = gl.full([64], 1.0, gl.float32, total.type.layout)
         if not CONFIG.CARRIED:
-            ref_out = gl.where(total == 0.0, ref, ref + gl.log2(total))
-            weight = gl.where(total == 0.0, 0.0, gl.exp2(ref - ref_out))
+            k, power = softmax.power(total)
+            ref_out = gl.where(total == 0.0, ref, ref + k)
+            weight = gl.where(total == 0.0, 0.0, power)
         gl.store(max_ptr + row_at, ref_out, mask=keep)
         gl.store(sum_ptr + row_at, total * weight, mask=keep)
         weight = weight * LIFT
@@ -198,7 +200,8 @@ def _store(WG: gl.constexpr, ref, total, acc, where, o_desc, o_smem, q_smem, max
         tma.store_wait(0)
         stage = o_smem.index(WG)
         if CONFIG.CARRIED and CONFIG.FINISH:
-            stage = dialect.reinterpret(stage, q_smem.dtype, shape=[1, 64, 1, CONFIG.HEADDIM_V], layout=o_desc.layout)
+            stage = dialect.reinterpret(stage, q_smem.dtype, shape=[2, 1, 64, 1, CONFIG.HEADDIM_V], layout=o_desc.layout)
+            stage = stage.index(0)
         stage.reshape([64, CONFIG.HEADDIM_V]).store(acc.to(o_desc.dtype))
         fence_async_shared()
         dialect.store(o_desc, [b, first + 64 * WG, h, 0], stage)

@@ -77,6 +77,13 @@ def zero_unseen(v, WG: gl.constexpr, n0, lo, hi, begin_ptr, end_ptr, first, last
 
 
 @gluon.jit
+def power(x):
+    """(k, 2^-k) with 2^k <= x < 2^(k + 1), both exact, of x > 0; of x = 0 some numbers."""
+    k = (x.to(gl.int32, bitcast=True) >> 23) - 127
+    return k.to(gl.float32), ((127 - k) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def rounded(p, DTYPE: gl.constexpr):
     """p in 16 bits; pinned, so that two numbers stay in one register throughout."""
     p = p.to(DTYPE)
