@@ -27,8 +27,9 @@ PARTS: dict[str, Any] = {"forward": forward, "backward": backward}
 INSTRUCTIONS = {"forward": ("HGMMA", "UTMALDG", "UTMASTG"), "backward": ("HGMMA", "UTMALDG", "UTMAREDG")}
 WIDE = re.compile(r"\S+ (192|256)/")  # no room for a stage to store from
 TRITON = ".".join(triton.__version__.split(".")[:2])
-# Bytes of spill stores by (triton, part, configuration), as measured; what is not named here: none. The forward's lie outside the
-# loops over key blocks: in the copy warp, and where an item begins and ends. Head dim 256 has no room for a carried accumulator.
+# Bytes of spill stores by (triton, part, configuration), as measured; what is not named: none. The forward's lie outside
+# the loops over key blocks: in the copy warp, and where an item begins and ends. Head dim 256 has no room for a carried
+# accumulator.
 FORWARD = {
     "64/64": {"plain": 8, "carried": 8, "three segments": 36},
     "128/128": {"plain": 28, "exact": 4, "carried": 32, "to state": 28, "three segments": 168},
