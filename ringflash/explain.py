@@ -83,8 +83,8 @@ class Explanation:
         """What crosses host borders, where there are any."""
         if len(set(self.hosts)) == 1:
             return []
-        moved = f"{_size(self.border_bytes)} cross their borders, in backward {_size(self.grad_border_bytes)} besides"
-        return [f"hosts      {len(set(self.hosts))}; of all ranks' K and V {moved}"]
+        home = f"in backward {_size(self.grad_border_bytes)} of dK and dV besides"
+        return [f"hosts      {len(set(self.hosts))}; {_size(self.border_bytes)} of K and V cross their borders, {home}"]
 
 
 def explain(

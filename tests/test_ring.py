@@ -285,12 +285,9 @@ def test_two_blocks_and_three_gradients_are_held_at_most(pools: Pools, schedule:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "kv", "grads"), [((0, 0, 1, 1), 3, 5), ((0, 1, 0, 1), 3, 5), ((0, 1, 2, 3), 2, 4), ((0, 0, 0, 1), 4, 6)], ids=str
+    ("hosts", "kv", "grads"), [((0, 0, 1, 1), 2, 4), ((0, 1, 0, 1), 2, 4), ((0, 1, 2, 3), 2, 4), ((0, 0, 0, 1), 3, 5)], ids=str
 )
-def test_hierarchical_holds_four_blocks_and_nine_gradients_at_most(
-    pools: Pools, hosts: tuple[int, ...], kv: int, grads: int
-) -> None:
-    """schedules.py says which; small rings stay below."""
+def test_hierarchical_holds_few_blocks_and_gradients(pools: Pools, hosts: tuple[int, ...], kv: int, grads: int) -> None:
+    """schedules.py says which; four ranks need fewer."""
     most = pools.run(4, most_blocks, "hierarchical", True, hosts)
-    assert max(m["kv"] for m in most) == kv <= 4
-    assert max(m["grads"] for m in most) == grads <= 9
+    assert [max(m[kind] for m in most) for kind in ("kv", "grads")] == [kv, grads]
