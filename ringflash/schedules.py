@@ -10,7 +10,8 @@ sends each rank's partial straight to the owner, hierarchical adds up a host's p
 way every addition has its fixed place: the result is the same bits every time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 Needs = tuple[tuple[bool, ...], ...]  # needs[r][b]: rank r sees a key of block b
@@ -124,15 +125,22 @@ def hierarchical(needs: Needs, hosts: Hosts) -> list[Step]:
         for steps in by_host:
             for t, step in enumerate(steps, begin):
                 parts[t].append(step)
-    for w, seats in enumerate(turns[1:], 1):
-        goes = {block: rank for rank, block in turns[w + 1].items()} if w + 1 < len(turns) else {}
-        grads = tuple(Transfer(block, rank, goes.get(block, block)) for rank, block in seats.items())
-        parts[begins[w + 1] + gather].append(_outer((), grads, lengths[w + 1] if w + 1 < len(turns) else 1))
-    for w, seats in enumerate(turns[1:]):
-        came = {block: rank for rank, block in turns[w].items()}
-        moves = tuple(Transfer(block, came.get(block, block), rank) for rank, block in seats.items())
-        parts[begins[w]].append(_outer(moves, (), lengths[w]))
+    for begin, outer in _outer(turns, begins, gather):
+        parts[begin].append(Step((), (), (), (outer,)))
     return [_merged(step, len(needs)) for step in parts]
+
+
+def _outer(turns: list[Seats], begins: list[int], gather: int) -> Iterator[tuple[int, Outer]]:
+    """(first step, transfers) between hosts; of those that begin together, first what lands first. Each runs until the next
+    of its kind begins."""
+    lies = [*({block: rank for rank, block in seats.items()} for seats in turns), {}]
+    lengths = [*(end - begin for begin, end in pairwise(begins)), 1]
+    for w, seats in enumerate(turns[1:], 1):
+        grads = tuple(Transfer(block, rank, lies[w + 1].get(block, block)) for rank, block in seats.items())
+        yield begins[w + 1] + gather, Outer((), grads, lengths[w + 1])
+    for w, seats in enumerate(turns[1:]):
+        blocks = tuple(Transfer(block, lies[w].get(block, block), rank) for rank, block in seats.items())
+        yield begins[w], Outer(blocks, (), lengths[w])
 
 
 def _members(hosts: Hosts) -> list[list[int]]:
@@ -187,10 +195,6 @@ def _inner(needs: Needs, seats: Seats, ranks: list[int], *, own: bool) -> list[S
         return tuple(found)
 
     return [Step(attend(step), moved(step.transfers), moved(step.grads)) for step in steps]
-
-
-def _outer(transfers: tuple[Transfer, ...], grads: tuple[Transfer, ...], steps: int) -> Step:
-    return Step((), (), (), (Outer(transfers, grads, steps),))
 
 
 def _merged(parts: list[Step], size: int) -> Step:
