@@ -78,7 +78,7 @@ def _prepare(
     if comm.size > 1:
         comm.group_for(device_type)
         transport = P2P(comm)
-    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=call.options.schedule)
+    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=call.options.schedule, hosts=comm.hosts)
     q, _, v = qkv
     tile = pick(call.options.kernel, q, v, deterministic=call.options.deterministic)
     return qkv, Ring(plan, comm.rank, tile, transport, call.scale), call

@@ -1,6 +1,7 @@
 """Every error a caller can meet on one rank, worded here: argument, rule, value, way out; and what ranks then compare."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -155,6 +156,16 @@ def kinds(given: Given) -> tuple[Layout | str, Layout | str | None, Mask, Option
     if not isinstance(kv_layout, str | Layout | None):
         raise TypeError(f"kv_layout must be an rf.Layout or the name of one: kv_layout={kv_layout!r}")
     return layout, kv_layout, a_mask(given.mask), an_options(given.options)
+
+
+def hosts(value: object, size: int) -> tuple[int, ...]:
+    """The number of each rank's host; None: all on one."""
+    if value is None:
+        return (0,) * size
+    numbers = tuple(value) if isinstance(value, Sequence) else ()
+    if len(numbers) != size or not all(isinstance(x, int) and not isinstance(x, bool) for x in numbers):
+        raise ValueError(f"hosts must be one number per rank, such as {tuple(r // 2 for r in range(size))}: hosts={value!r}")
+    return numbers
 
 
 def an_options(options: object) -> Options:

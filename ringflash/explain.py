@@ -1,5 +1,6 @@
 """What a call would do, before it does: kernel, transport, schedule, and work and bytes per step, with the reasons."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,12 +10,13 @@ from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
 from ringflash.plan import Plan, make_plan
+from ringflash.schedules import Transfer
 from ringflash.tile import Inputs, choose, pick
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of one rank: the block attended, its visible pairs per head, and bytes sent and received meanwhile.
+    """One step of one rank: the block attended, its visible pairs per head, and bytes that set out meanwhile and come in.
 
     grad_bytes_*: what backward sends and receives in that step besides, as float32 dK and dV.
     """
@@ -29,7 +31,11 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A call, explained for one rank; str() is the report. flops: forward, of this rank (backward is 2.5 times that)."""
+    """A call, explained for one rank; str() is the report. flops: forward, of this rank (backward is 2.5 times that).
+
+    border_bytes: K and V of all ranks that cross host borders, in forward and again in backward; grad_border_bytes: what
+    backward moves across them besides, as float32 dK and dV.
+    """
 
     rank: int
     size: int
@@ -42,6 +48,9 @@ class Explanation:
     pairs_per_rank: tuple[int, ...]
     flops: int
     buffer_bytes: int
+    hosts: tuple[int, ...]
+    border_bytes: int
+    grad_border_bytes: int
 
     @property
     def imbalance(self) -> float:
@@ -58,6 +67,7 @@ class Explanation:
             f"schedule   {self.schedule}",
             f"work       {flops}FLOP forward on this rank; busiest rank {self.imbalance:.3f} x the mean",
             f"buffers    {_size(self.buffer_bytes)} for blocks in flight, forward",
+            *self._borders(),
             "step  attends  visible pairs    sends  receives  backward also sends  receives",
         ]
         for t, s in enumerate(self.steps):
@@ -68,6 +78,13 @@ class Explanation:
                 f"  {_size(s.grad_bytes_sent):>19}  {_size(s.grad_bytes_received):>8}"
             )
         return "\n".join(lines)
+
+    def _borders(self) -> list[str]:
+        """What crosses host borders, where there are any."""
+        if len(set(self.hosts)) == 1:
+            return []
+        home = f"in backward {_size(self.grad_border_bytes)} of dK and dV besides"
+        return [f"hosts      {len(set(self.hosts))}; {_size(self.border_bytes)} of K and V cross their borders, {home}"]
 
 
 def explain(
@@ -80,11 +97,13 @@ def explain(
     kv_layout: Layout | str | None = None,
     size: int | None = None,
     rank: int = 0,
+    hosts: Sequence[int] | None = None,
     options: Options = Options(),
 ) -> Explanation:
     """What ring_attention would do with such tensors on `rank` of a ring of `size`. Local only; meta tensors are welcome.
 
-    size: taken from the layout unless that is a name. Raises the errors ring_attention would raise.
+    size: taken from the layout unless that is a name. hosts: the number of each rank's host (default: all on one). Raises the
+    errors ring_attention would raise.
     """
     given = checks.Given(layout, kv_layout, mask, None, options)
     checks.kinds(given)
@@ -98,7 +117,7 @@ def explain(
     if rank >= size:
         raise ValueError(f"rank must be in 0 ... size-1: rank={rank}, size={size}")
     (q, k, v), call = checks.prepare(q, k, v, given, rank=rank, size=size, meta=True)
-    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=options.schedule)
+    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=options.schedule, hosts=checks.hosts(hosts, size))
     return _report(plan, call, (q, k, v), rank)
 
 
@@ -107,6 +126,7 @@ def _report(plan: Plan, call: checks.Call, qkv: tuple[Tensor, Tensor, Tensor], r
     work = [plan.work(r) for r in range(plan.size)]
     pairs, rows = int(work[rank].sum()), len(plan.rows)
     per_token = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
+    crossing, partials = _crossing(plan)
     return Explanation(
         rank=rank,
         size=plan.size,
@@ -119,7 +139,20 @@ def _report(plan: Plan, call: checks.Call, qkv: tuple[Tensor, Tensor, Tensor], r
         pairs_per_rank=tuple(int(w.sum()) // rows for w in work),
         flops=2 * q.shape[0] * q.shape[2] * pairs * (q.shape[3] + v.shape[3]) // rows,
         buffer_bytes=_most_held(plan, rank) * per_token * k.element_size(),
+        hosts=plan.hosts,
+        border_bytes=crossing * per_token * k.element_size(),
+        grad_border_bytes=partials * per_token * 4,
     )
+
+
+def _crossing(plan: Plan) -> tuple[int, int]:
+    """Tokens whose K and V, and whose partial dK and dV, cross host borders."""
+    hosts, lengths = plan.hosts, plan.kv_layout.lengths
+
+    def tokens(moves: Iterable[tuple[Transfer, int]]) -> int:
+        return sum(lengths[x.block] for x, _ in moves if hosts[x.source] != hosts[x.target])
+
+    return sum(tokens(step.blocks) for step in plan.steps), sum(tokens(step.partials) for step in plan.steps)
 
 
 def _kernel(q: Tensor, v: Tensor, options: Options) -> str:
@@ -138,7 +171,7 @@ def _most_held(plan: Plan, rank: int) -> int:
     held: set[int] = set()
     most = 0
     for turn in plan.turns[rank]:
-        held |= {block for block, _ in turn.recvs}
+        held |= {block for block, _ in turn.departing.recvs}
         most = max(most, sum(plan.kv_layout.lengths[block] for block in held))
         held -= set(turn.drop)
     return most
@@ -154,10 +187,10 @@ def _steps(plan: Plan, rank: int, per_token: int, itemsize: int) -> tuple[StepRe
         StepReport(
             attends=turn.attend,
             pairs=0 if turn.attend is None else int(work[turn.attend]) // rows,
-            bytes_sent=moved(turn.sends, itemsize),
-            bytes_received=moved(turn.recvs, itemsize),
-            grad_bytes_sent=moved(turn.grad_sends, 4),
-            grad_bytes_received=moved(turn.grad_recvs, 4),
+            bytes_sent=moved(turn.departing.sends, itemsize),
+            bytes_received=moved(turn.departing.recvs, itemsize),
+            grad_bytes_sent=moved(turn.departing.grad_sends, 4),
+            grad_bytes_received=moved(turn.departing.grad_recvs, 4),
         )
         for turn in plan.turns[rank]
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 CHOICES = {
     "transport": ("auto", "p2p"),
-    "schedule": ("auto", "rotate", "direct"),
+    "schedule": ("auto", "rotate", "direct", "hierarchical"),
     "check": ("first", "always", "never"),
     "kernel": ("auto", "reference", "triton", "hopper"),
 }
@@ -14,7 +14,7 @@ CHOICES = {
 class Options:
     """How a ring runs. Every rank must pass the same.
 
-    transport: what moves blocks ("auto", "p2p"). schedule: the plan's generator ("auto", "rotate", "direct").
+    transport: what moves blocks ("auto", "p2p"). schedule: the plan's generator ("auto", "rotate", "direct", "hierarchical").
     check: when ranks compare what they were called with: "first" (the first 16 calls of a group), "always", "never" (save for
     the very first call, so that ranks that chose differently find out).
     deterministic: the same inputs give the same bits. Without it so they do, save for the last bits of dQ of kernel "hopper",

@@ -1,18 +1,11 @@
 """Plans: frozen data that say which block each rank attends at each step and which transfers put it there.
 
 The exchange is a function of the plan alone, never of one rank's data, `requires_grad` or timing, so both ends of every
-hop agree. A generator turns "which rank needs which block" into steps:
-
-- rotate: every block moves to the next rank each step and stops behind the last rank that needs it;
-- direct: a block goes straight from its owner to each rank that needs it, and nowhere else.
-
-dK/dV of a block go home along the same lines: rotate carries one partial from rank to rank and adds on the way, direct
-sends each rank's partial straight to the owner. Either way every addition has its fixed place: the result is the same
-bits every time.
+hop agree.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,101 +16,60 @@ from torch import Tensor
 from ringflash.intervals import KeyTable, RowPieces, local_intervals, needed_blocks, row_pieces, visible_pairs
 from ringflash.layout import Layout
 from ringflash.mask import Mask
+from ringflash.schedules import Hosts, Needs, Step, Transfer, chosen
 
 Array = np.ndarray
 
 
-class Transfer(NamedTuple):
-    """A block's K and V (or its partial dK and dV) go from one rank to another."""
-
-    block: int
-    source: int
-    target: int
+Hop = tuple[int, int]  # (block, other rank)
 
 
-class Step(NamedTuple):
-    """attend[r]: the block rank r attends (None: none), while `transfers` bring blocks of later steps and `grads` carry
-    the partial dK/dV that were complete before this step (backward only)."""
+class Hops(NamedTuple):
+    """One rank's part of transfers that set out and land together."""
 
-    attend: tuple[int | None, ...]
-    transfers: tuple[Transfer, ...]
-    grads: tuple[Transfer, ...]
-
-    @property
-    def busy(self) -> bool:
-        """Whether anything is attended or moves."""
-        return bool(self.transfers or self.grads) or any(block is not None for block in self.attend)
+    sends: tuple[Hop, ...]
+    recvs: tuple[Hop, ...]
+    grad_sends: tuple[Hop, ...]
+    grad_recvs: tuple[Hop, ...]
 
 
 class Turn(NamedTuple):
-    """One rank's part of a step: what it attends, sends and receives as (block, other rank), and drops afterwards."""
+    """One rank's part of a step: what it attends, sends and receives as (block, other rank), and drops afterwards.
+
+    outer: transfers between hosts that set out in this turn. lands: how many such, the longest under way, have landed when
+    this turn ends; all other transfers land in the turn in which they set out.
+    """
 
     attend: int | None
     last: bool  # nothing is attended after this turn: the state is finished here
-    sends: tuple[tuple[int, int], ...]
-    recvs: tuple[tuple[int, int], ...]
-    grad_sends: tuple[tuple[int, int], ...]
-    grad_recvs: tuple[tuple[int, int], ...]
-    drop: tuple[int, ...]  # received blocks that no later turn attends or sends
+    sends: tuple[Hop, ...]
+    recvs: tuple[Hop, ...]
+    grad_sends: tuple[Hop, ...]
+    grad_recvs: tuple[Hop, ...]
+    drop: tuple[int, ...]  # received blocks that no later turn attends or sends, nor an outer transfer under way
+    outer: tuple[Hops, ...] = ()
+    lands: int = 0
 
-
-Needs = tuple[tuple[bool, ...], ...]  # needs[r][b]: rank r sees a key of block b
-
-
-def rotate(needs: Needs) -> list[Step]:
-    """Steps in which every block moves one rank on per step, up to the last rank that needs it."""
-    size = len(needs)
-    hops = [[t for t in range(1, size) if needs[(b + t) % size][b]] for b in range(size)]
-    n_steps = 1 + max((h[-1] for h in hops if h), default=0)
-    steps = []
-    for t in range(n_steps + 1):
-        moves = tuple(Transfer(b, (b + t) % size, (b + t + 1) % size) for b in range(size) if hops[b] and t < hops[b][-1])
-        grads = tuple(_chain(b, t, hops[b], size) for b in range(size) if hops[b] and hops[b][0] < t <= hops[b][-1] + 1)
-        here = [(r - t) % size for r in range(size)]
-        attend = tuple(b if t in hops[b] or t == 0 else None for b in here)
-        steps.append(Step(attend, moves, grads))
-    return steps
-
-
-def _chain(block: int, step: int, hops: list[int], size: int) -> Transfer:
-    """The partial dK/dV of a block moves on with it, and home from the last rank that needed it."""
-    source = (block + step - 1) % size
-    return Transfer(block, source, block if step > hops[-1] else (block + step) % size)
-
-
-def direct(needs: Needs) -> list[Step]:
-    """Steps in which each rank receives a block it needs straight from the owner; ranks take turns by distance."""
-    size = len(needs)
-    offsets = [d for d in range(1, size) if any(needs[r][(r - d) % size] for r in range(size))]
-    turns: list[tuple[int | None, ...]] = [tuple(range(size))]  # the block attended by each rank, step by step
-    for d in offsets:
-        turns.append(tuple((r - d) % size if needs[r][(r - d) % size] else None for r in range(size)))
-    steps = []
-    for t in range(len(turns) + 1):
-        attend = turns[t] if t < len(turns) else (None,) * size
-        coming = turns[t + 1] if t + 1 < len(turns) else ()
-        done = turns[t - 1] if t > 1 else ()
-        moves = tuple(Transfer(b, b, r) for r, b in enumerate(coming) if b is not None)
-        grads = tuple(Transfer(b, r, b) for r, b in enumerate(done) if b is not None)
-        steps.append(Step(attend, moves, grads))
-    return steps
-
-
-SCHEDULES: dict[str, Callable[[Needs], list[Step]]] = {"rotate": rotate, "direct": direct}
+    @property
+    def departing(self) -> Hops:
+        """All that sets out in this turn."""
+        inner = Hops(self.sends, self.recvs, self.grad_sends, self.grad_recvs)
+        return Hops(*(tuple(hop for hops in group for hop in hops) for group in zip(inner, *self.outer, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Everything a ring needs to know about one (layout, mask, schedule): intervals, needed blocks, steps.
+    """Everything a ring needs to know about one (layout, mask, schedule, hosts): intervals, needed blocks, steps.
 
-    schedule is the one that was picked ("rotate" or "direct"), and why. needs bool (size, size): needs[r, b], rank r sees a
-    key of block b. turns[r]: rank r's own part of every step. rows: the global intervals of all ranks' rows, one entry per
-    distinct batch row.
+    schedule is the one that was picked ("rotate", "direct" or "hierarchical"), and why. hosts[r]: the number of rank r's host.
+    needs bool (size, size): needs[r, b], rank r sees a key of block b. turns[r]: rank r's own part of every step. rows: the
+    global intervals of all ranks' rows, one entry per distinct batch row.
     """
 
     layout: Layout
     kv_layout: Layout
     mask: Mask
+    hosts: Hosts
     schedule: str
     why: str
     needs: Array
@@ -162,35 +114,48 @@ class Plan:
 
 def _turns(steps: Sequence[Step], size: int) -> tuple[tuple[Turn, ...], ...]:
     """Every rank's part of the steps."""
-    used: list[dict[int, int]] = [{} for _ in range(size)]  # block -> the last step at which the rank attends or sends it
+    used, last = _uses(steps, size)
+    lands = [[0] * len(steps) for _ in range(size)]
+    turns: list[list[Turn]] = [[] for _ in range(size)]
+    for t, step in enumerate(steps):
+        inner = _ends(step.transfers, step.grads, size)
+        outer = [(o.steps, _ends(o.transfers, o.grads, size)) for o in step.outer]
+        for rank, block in enumerate(step.attend):
+            mine = [(n, ends[rank]) for n, ends in outer if any(ends[rank])]
+            for n, _ in mine:
+                lands[rank][t + n - 1] += 1
+            drop = tuple(b for b, at in used[rank].items() if at == t and b != rank)
+            hops = tuple(x for _, x in mine)
+            turns[rank].append(Turn(block, t == last[rank], *inner[rank], drop, hops, lands[rank][t]))
+    return tuple(map(tuple, turns))
+
+
+def _uses(steps: Sequence[Step], size: int) -> tuple[list[dict[int, int]], list[int]]:
+    """Of each rank: block -> the last step at which it attends or sends that, and the last step at which it attends."""
+    used: list[dict[int, int]] = [{} for _ in range(size)]
     last = [0] * size
     for t, step in enumerate(steps):
         for rank, block in enumerate(step.attend):
             if block is not None:
-                used[rank][block] = last[rank] = t
-        for x in step.transfers:
-            used[x.source][x.block] = t
-    turns: list[list[Turn]] = [[] for _ in range(size)]
-    for t, step in enumerate(steps):
-        parts = (*_ends(step.transfers, size), *_ends(step.grads, size))
-        for rank, (block, *moved) in enumerate(zip(step.attend, *parts, strict=True)):
-            sends, recvs, grad_sends, grad_recvs = map(tuple, moved)
-            drop = tuple(b for b, at in used[rank].items() if at == t and b != rank)
-            turns[rank].append(Turn(block, t == last[rank], sends, recvs, grad_sends, grad_recvs, drop))
-    return tuple(map(tuple, turns))
+                last[rank] = t
+                used[rank][block] = max(t, used[rank].get(block, 0))
+        for x, n in step.blocks:
+            used[x.source][x.block] = max(t + n - 1, used[x.source].get(x.block, 0))
+    return used, last
 
 
-def _ends(transfers: Sequence[Transfer], size: int) -> tuple[list[list[tuple[int, int]]], list[list[tuple[int, int]]]]:
-    """Each rank's (block, other rank) sends and receives."""
-    sends, recvs = [[] for _ in range(size)], [[] for _ in range(size)]
-    for block, source, target in transfers:
-        sends[source].append((block, target))
-        recvs[target].append((block, source))
-    return sends, recvs
+def _ends(transfers: Sequence[Transfer], grads: Sequence[Transfer], size: int) -> list[Hops]:
+    """Each rank's sends and receives."""
+    ends: list[tuple[list[Hop], ...]] = [([], [], [], []) for _ in range(size)]
+    for first, moves in ((0, transfers), (2, grads)):
+        for block, source, target in moves:
+            ends[source][first].append((block, target))
+            ends[target][first + 1].append((block, source))
+    return [Hops(*map(tuple, lists)) for lists in ends]
 
 
 class _Exchange(NamedTuple):
-    """What a plan holds that depends on the needed blocks alone."""
+    """What a plan holds that depends on the needed blocks and the hosts alone."""
 
     schedule: str
     why: str
@@ -199,35 +164,36 @@ class _Exchange(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _exchange(schedule: str, needs: Needs) -> _Exchange:
-    schedule, why = _choose(needs) if schedule == "auto" else (schedule, "asked for")
-    steps = tuple(step for step in SCHEDULES[schedule](needs) if step.busy)
-    return _Exchange(schedule, why, steps, _turns(steps, len(needs)))
+def _exchange(schedule: str, needs: Needs, hosts: Hosts) -> _Exchange:
+    name, why, steps = chosen(schedule, needs, hosts)
+    return _Exchange(name, why, steps, _turns(steps, len(needs)))
 
 
-def _choose(needs: Needs) -> tuple[str, str]:
-    """(schedule, why): direct where it moves fewer blocks."""
-    size = len(needs)
-    hops = sum(max((t for t in range(1, size) if needs[(b + t) % size][b]), default=0) for b in range(size))
-    needed = sum(sum(row) for row in needs) - sum(needs[r][r] for r in range(size))
-    if needed < hops:
-        return "direct", f"moves {needed} blocks, rotate would move {hops}"
-    return "rotate", f"moves {hops} blocks between neighbours; direct would move as many"
-
-
-def make_plan(layout: Layout, mask: Mask, kv_layout: Layout | None = None, *, schedule: str = "auto") -> Plan:
+def make_plan(
+    layout: Layout,
+    mask: Mask,
+    kv_layout: Layout | None = None,
+    *,
+    schedule: str = "auto",
+    hosts: Hosts | None = None,
+) -> Plan:
     """The plan of a ring whose queries lie as `layout` and keys as `kv_layout` (default: alike) under the mask.
 
-    schedule "auto" takes direct where that moves fewer blocks, else rotate (its traffic is between neighbours only).
+    hosts: the number of each rank's host, in sequence order (default: one host). schedule "auto" takes on one host direct
+    where that moves fewer blocks, else rotate (its traffic is between neighbours only); on several what burdens host borders
+    least. Raises ValueError for hosts that are not one number per rank.
     """
-    return _make_plan(layout, mask, kv_layout or layout, schedule)
+    hosts = (0,) * layout.size if hosts is None else tuple(hosts)
+    if len(hosts) != layout.size:
+        raise ValueError(f"hosts must have one number per rank: hosts={hosts}, size={layout.size}")
+    return _make_plan(layout, mask, kv_layout or layout, schedule, hosts)
 
 
 @functools.lru_cache(maxsize=16)  # one entry keeps 8 bytes per global token and attended block on the device
-def _make_plan(layout: Layout, mask: Mask, kv_layout: Layout, schedule: str) -> Plan:
+def _make_plan(layout: Layout, mask: Mask, kv_layout: Layout, schedule: str, hosts: Hosts) -> Plan:
     extent = max(layout.end, kv_layout.end)
     rows = tuple(row_pieces(layout.runs, pieces) for pieces in mask.pieces(extent))
     keys = KeyTable(kv_layout.runs, extent)
     needs = np.logical_or.reduce([needed_blocks(r, keys, layout.size) for r in rows])
-    exchange = _exchange(schedule, tuple(map(tuple, needs.tolist())))
-    return Plan(layout, kv_layout, mask, needs=needs, rows=rows, keys=keys, _tables={}, **exchange._asdict())
+    exchange = _exchange(schedule, tuple(map(tuple, needs.tolist())), hosts)
+    return Plan(layout, kv_layout, mask, hosts, needs=needs, rows=rows, keys=keys, _tables={}, **exchange._asdict())

@@ -4,6 +4,7 @@ Nothing here knows how a plan was made, what a tile runs on or what a transport 
 """
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ringflash.plan import Plan, Turn
+from ringflash.plan import Hops, Plan, Turn
 
 Pair = tuple[Tensor, Tensor]  # (k, v) of a block, or its (dk, dv)
 
@@ -24,14 +25,14 @@ class _Pending(Protocol):
 
 
 class _Nothing:
-    """A turn without transfers."""
+    """No transfers."""
 
     def wait(self) -> None:
         pass
 
 
 class _Moving(NamedTuple):
-    """A turn's transfers: the blocks and partial dK/dV that arrive, and their end."""
+    """Transfers under way: the blocks and partial dK/dV that arrive, and their end."""
 
     blocks: dict[int, Pair]
     grads: list[tuple[int, Pair]]
@@ -41,8 +42,13 @@ class _Moving(NamedTuple):
 class Transport(Protocol):
     """What the loop needs of a transport."""
 
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], /) -> _Pending:
-        """Start all transfers, (contiguous tensor, other rank) each, in one batch."""
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], /, *, outer: bool = False
+    ) -> _Pending:
+        """Start all transfers, (contiguous tensor, other rank) each, in one batch.
+
+        outer: they go between hosts and are waited for later than exchanges that start after them, which must not wait.
+        """
         ...
 
     def abandon(self, error: BaseException, /) -> None:
@@ -95,13 +101,13 @@ class Ring:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries over the keys of all ranks."""
-        held = self._own(k, v)
+        held, flying = self._own(k, v), deque[_Moving]()
         state: tuple[Tensor, ...] | None = None
         for turn in self.plan.turns[self.rank]:
-            moving = self._post(turn, held, None)
+            moving = self._post(turn, held, None, flying)
             if turn.attend is not None:
                 state = self.tile.forward(q, [self._segment(held, turn.attend, q)], self.scale, state, turn.last)
-            self._land(moving, turn, held, None)
+            self._land(moving, turn, held, None, flying)
         assert state is not None  # the own block is always attended
         out, lse = state  # finished in the last turn that attends
         return out, lse
@@ -112,20 +118,20 @@ class Ring:
         A tile that makes dQ and dK/dV apart makes the own block's dQ first, while the first keys arrive, and its dK/dV last,
         while the other ranks' come home: one float32 block less is held meanwhile.
         """
-        held, partial = self._own(k, v), {}
+        held, partial, flying = self._own(k, v), {}, deque[_Moving]()
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         turns = self.plan.turns[self.rank]
         closing, apart = turns[-1], len(turns) > 1 and not self.tile.fused_backward
         add = functools.partial(self._add_gradients, (dout, q, lse, delta), held)
         for turn in turns:
-            moving = self._post(turn, held, partial)
+            moving = self._post(turn, held, partial, flying)
             if turn.attend == self.rank:
                 add(self.rank, dq, None if apart else partial)
             elif turn.attend is not None:
                 add(turn.attend, dq, partial)
             if turn is closing and apart:
                 add(self.rank, None, partial)
-            self._land(moving, turn, held, partial)
+            self._land(moving, turn, held, partial, flying)
         return dq, partial[self.rank]
 
     def _add_gradients(
@@ -143,37 +149,52 @@ class Ring:
 
     def _own(self, k: Tensor, v: Tensor) -> dict[int, Pair]:
         """The blocks this rank holds: its own, contiguous if it is to be sent."""
-        sent = any(turn.sends for turn in self.plan.turns[self.rank])
+        sent = any(hops.sends for turn in self.plan.turns[self.rank] for hops in (turn, *turn.outer))
         return {self.rank: (k.contiguous(), v.contiguous()) if sent else (k, v)}
 
     def _segment(self, held: dict[int, Pair], block: int, q: Tensor) -> Any:
         return self.tile.segment(*held[block], *self.plan.intervals(self.rank, q.device)[block])
 
-    def _post(self, turn: Turn, held: dict[int, Pair], partial: dict[int, Pair] | None) -> _Moving:
-        """Start a turn's transfers, K and V (and in backward dK and dV) in one batch."""
-        blocks = {block: self._room_for(block, held) for block, _ in turn.recvs}
+    def _post(self, turn: Turn, held: dict[int, Pair], partial: dict[int, Pair] | None, flying: deque[_Moving]) -> _Moving:
+        """Start a turn's transfers; outer ones, which land in a later turn, join those in flight."""
+        flying.extend([self._start(hops, held, partial, outer=True) for hops in turn.outer])
+        return self._start(turn, held, partial)
+
+    def _start(
+        self, hops: Turn | Hops, held: dict[int, Pair], partial: dict[int, Pair] | None, *, outer: bool = False
+    ) -> _Moving:
+        """Start transfers, K and V (and in backward dK and dV) in one batch."""
+        blocks = {block: self._room_for(block, held) for block, _ in hops.recvs}
         grads: list[tuple[int, Pair]] = []
-        sends = [(x, to) for block, to in turn.sends for x in held[block]]
-        recvs = [(x, source) for block, source in turn.recvs for x in blocks[block]]
+        sends = [(x, to) for block, to in hops.sends for x in held[block]]
+        recvs = [(x, source) for block, source in hops.recvs for x in blocks[block]]
         if partial is not None:
-            grads = [(block, self._room_for(block, held, torch.float32)) for block, _ in turn.grad_recvs]
-            sends += [(x, to) for block, to in turn.grad_sends for x in partial.pop(block)]
-            recvs += [(x, source) for (_, source), (_, pair) in zip(turn.grad_recvs, grads, strict=True) for x in pair]
+            grads = [(block, self._room_for(block, held, torch.float32)) for block, _ in hops.grad_recvs]
+            sends += [(x, to) for block, to in hops.grad_sends for x in partial.pop(block)]
+            recvs += [(x, source) for (_, source), (_, pair) in zip(hops.grad_recvs, grads, strict=True) for x in pair]
         if not sends and not recvs:
             return _Moving(blocks, grads, _Nothing())
         assert self.transport is not None
-        return _Moving(blocks, grads, self.transport.exchange(sends, recvs))
+        return _Moving(blocks, grads, self.transport.exchange(sends, recvs, outer=outer))
 
-    def _land(self, moving: _Moving, turn: Turn, held: dict[int, Pair], partial: dict[int, Pair] | None) -> None:
+    def _land(
+        self,
+        moving: _Moving,
+        turn: Turn,
+        held: dict[int, Pair],
+        partial: dict[int, Pair] | None,
+        flying: deque[_Moving],
+    ) -> None:
         """End a turn: take over what arrived, add partial dK/dV to what is here, drop blocks that have no more use."""
-        moving.pending.wait()
-        held.update(moving.blocks)
+        for arrived in [moving, *(flying.popleft() for _ in range(turn.lands))]:
+            arrived.pending.wait()
+            held.update(arrived.blocks)
+            while arrived.grads and partial is not None:
+                block, grads = arrived.grads.pop()
+                partial[block] = _add(partial.get(block), grads)
+            arrived.blocks.clear()
         for block in turn.drop:
             del held[block]
-        while moving.grads and partial is not None:
-            block, grads = moving.grads.pop()
-            partial[block] = _add(partial.get(block), grads)
-        moving.blocks.clear()
 
     def _room_for(self, block: int, held: dict[int, Pair], dtype: torch.dtype | None = None) -> Pair:
         """Empty K and V (or dK and dV) of another rank's block: this rank's shapes, that rank's length."""

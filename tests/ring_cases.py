@@ -20,11 +20,19 @@ from ringflash.autograd import attend
 from ringflash.plan import make_plan
 from ringflash.ring import Ring
 from ringflash.tile import pick
+from ringflash.transport import communicator
 from ringflash.transport.p2p import P2P
 
 NAMES = ("contiguous", "zigzag", "striped")
 LAYOUTS = (*NAMES, *(f"per_document({name})" for name in NAMES), "balanced")
 SCHEDULES = ("rotate", "direct")
+HOSTS = {  # of each rank, by ring size: uneven hosts, one rank per host, ranks of a host that are not neighbours
+    2: ((0, 1),),
+    3: ((0, 1, 1), (0, 0, 1), (0, 1, 0), (0, 1, 2)),
+    4: ((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 0, 1), (0, 1, 1, 2), (0, 1, 2, 3)),
+    5: ((0, 0, 1, 1, 1), (0, 1, 2, 0, 1)),
+    8: ((0, 0, 1, 1, 2, 2, 3, 3), (0, 1, 2, 0, 1, 2, 0, 1), (0, 0, 0, 0, 0, 1, 1, 2)),
+}
 CAUSAL = rf.Mask(causal=True)
 SLACK = 1.05  # a ring's rms error over that of the same tile on one rank
 
@@ -38,6 +46,7 @@ class Case:
     layout: str = "zigzag"
     kv_layout: str | None = None
     schedule: str = "auto"
+    hosts: tuple[int, ...] | None = None  # as if the ranks ran on such hosts; None: on one
     dtype: torch.dtype = torch.float32
     batch: int = 2
     heads: tuple[int, int] = (4, 2)
@@ -121,10 +130,27 @@ def _ring(case: Case, rank: int, size: int) -> Results:
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return rf.ring_attention(  # pyright: ignore[reportReturnType]
-            q, k, v, layout=layout, mask=case.mask, kv_layout=kv_layout, scale=case.scale, return_lse=True, options=options
+            *(q, k, v),
+            layout=layout,
+            mask=case.mask,
+            kv_layout=kv_layout,
+            group=None if case.hosts is None else group_on(case.hosts),
+            scale=case.scale,
+            return_lse=True,
+            options=options,
         )
 
     return on_rank(case, rank, size, call)
+
+
+@functools.lru_cache(maxsize=64)
+def group_on(hosts: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group of all ranks whose communicator takes this rank for one on a host of that number. A collective, once."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    with mock.patch.object(communicator, "_host_name", return_value=f"host-{hosts[dist.get_rank()]}"):
+        assert communicator.communicator(group).hosts == hosts
+    return group
 
 
 def on_rank(case: Case, rank: int, size: int, call: Callable[..., tuple[Tensor, Tensor]]) -> Results:
@@ -143,9 +169,9 @@ def sent() -> Iterator[list[tuple[int, int, torch.dtype]]]:
     log: list[tuple[int, int, torch.dtype]] = []
     exchange = P2P.exchange
 
-    def logged(self: P2P, sends: Sequence, recvs: Sequence) -> object:
+    def logged(self: P2P, sends: Sequence, recvs: Sequence, *, outer: bool = False) -> object:
         log.extend((to, x.numel(), x.dtype) for x, to in sends if x.numel())
-        return exchange(self, sends, recvs)
+        return exchange(self, sends, recvs, outer=outer)
 
     with mock.patch.object(P2P, "exchange", logged):
         yield log
@@ -157,28 +183,36 @@ def sent() -> Iterator[list[tuple[int, int, torch.dtype]]]:
 class _Mail:
     """A transport between threads."""
 
-    def __init__(self, rank: int, boxes: dict[tuple[int, int], queue.Queue]) -> None:
-        self._rank, self._boxes, self._recvs = rank, boxes, ()
+    def __init__(self, rank: int, boxes: dict[tuple[int, int, bool], queue.Queue]) -> None:
+        self._rank, self._boxes = rank, boxes
 
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> "_Mail":
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], *, outer: bool = False
+    ) -> "_Parcels":
         for x, to in sends:
-            self._boxes[self._rank, to].put(x.clone())
-        self._recvs = recvs
-        return self
-
-    def wait(self) -> None:
-        for x, source in self._recvs:
-            x.copy_(self._boxes[source, self._rank].get(timeout=30))
+            self._boxes[self._rank, to, outer].put(x.clone())
+        return _Parcels([(x, self._boxes[source, self._rank, outer]) for x, source in recvs])
 
     def abandon(self, error: BaseException) -> None:
         """The other threads run into the timeout."""
 
 
+@dataclass(frozen=True)
+class _Parcels:
+    """Tensors to be filled from mailboxes."""
+
+    recvs: list[tuple[Tensor, queue.Queue]]
+
+    def wait(self) -> None:
+        for x, box in self.recvs:
+            x.copy_(box.get(timeout=30))
+
+
 def run_threads(case: Case, size: int) -> list[Results]:
     """The case on a ring of `size` threads of this process: each rank's shards."""
     layout, kv_layout = case.layouts(size)
-    plan = make_plan(layout, case.mask, kv_layout, schedule=case.schedule)
-    boxes = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
+    plan = make_plan(layout, case.mask, kv_layout, schedule=case.schedule, hosts=case.hosts)
+    boxes = {(a, b, outer): queue.Queue() for a in range(size) for b in range(size) for outer in (False, True)}
     (q, _, v), _ = case.inputs()
     tile, scale = pick("reference", q, v), case.headdim[0] ** -0.5 if case.scale is None else case.scale
 
@@ -195,7 +229,7 @@ def run_threads(case: Case, size: int) -> list[Results]:
 
 def alone(case: Case) -> Results:
     """The ring of one rank in the case's own dtype."""
-    return _alone(replace(case, layout="contiguous", kv_layout=None, schedule="auto"))
+    return _alone(replace(case, layout="contiguous", kv_layout=None, schedule="auto", hosts=None))
 
 
 @functools.lru_cache(maxsize=512)
@@ -205,7 +239,7 @@ def _alone(case: Case) -> Results:
 
 def exact(case: Case) -> Results:
     """The oracle's float64 results."""
-    return _exact(replace(case, layout="contiguous", kv_layout=None, schedule="auto"))
+    return _exact(replace(case, layout="contiguous", kv_layout=None, schedule="auto", hosts=None))
 
 
 @functools.lru_cache(maxsize=512)

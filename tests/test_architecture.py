@@ -14,7 +14,8 @@ LAYERS = {  # imports point one way: module or package -> what it may import of 
     "stats": "kernels",
     "options": "",
     "intervals": "layout mask",
-    "plan": "intervals layout mask",
+    "schedules": "",
+    "plan": "intervals layout mask schedules",
     "kernels": "",
     "launch": "",
     "transport.communicator": "",
@@ -25,7 +26,7 @@ LAYERS = {  # imports point one way: module or package -> what it may import of 
     "checks": "layout mask options",
     "agreement": "",
     "api": "agreement autograd checks layout mask options plan ring tile transport",
-    "explain": "checks layout mask options plan tile",
+    "explain": "checks layout mask options plan schedules tile",
     "context": "agreement api checks layout mask options transport",
     "__init__": "api context explain layout mask options stats",
 }

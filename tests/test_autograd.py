@@ -375,8 +375,8 @@ def test_b12_two_micro_batches_equal_one_batch(pools: Pools, size: int) -> None:
 
 
 def test_same_bits_every_time(pools: Pools) -> None:
-    for s in ("rotate", "direct"):
-        first, second = (pools.run(3, run_cases, [replace(CASE, schedule=s)]) for _ in range(2))
+    for s, hosts in (("rotate", None), ("direct", None), ("hierarchical", (0, 1, 1))):
+        first, second = (pools.run(3, run_cases, [replace(CASE, schedule=s, hosts=hosts)]) for _ in range(2))
         assert all(torch.equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x[0], y[0], strict=True))
 
 

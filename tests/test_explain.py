@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Sequence
 
 import oracle
 import pytest
@@ -98,6 +99,38 @@ def test_meta_tensors_may_go_to_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == [("auto", inputs, False), ("hopper", inputs, True)]
 
 
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), [7, 3, 7, 3], (0, 1, 2, 2), (4, 4, 4, 4)])
+@pytest.mark.parametrize("schedule", ["auto", "rotate", "direct", "hierarchical"])
+def test_bytes_over_host_borders(hosts: Sequence[int], schedule: str) -> None:
+    layout, options = rf.layouts.contiguous(38, 4), rf.Options(schedule=schedule)
+    every = [rf.explain(*shards(layout, r), layout=layout, rank=r, hosts=hosts, options=options) for r in range(4)]
+    plan = make_plan(layout, rf.Mask(), schedule=schedule, hosts=tuple(hosts))
+    element = 2 * 2 * (64 + 32)  # batch * nheads_k * (headdim + headdim_v)
+
+    def tokens(kind: str) -> int:
+        hops = [(r, hop) for r in range(4) for turn in plan.turns[r] for hop in getattr(turn.departing, kind)]
+        return sum(layout.lengths[block] for rank, (block, to) in hops if hosts[rank] != hosts[to])
+
+    for told, turns in zip(every, plan.turns, strict=True):
+        assert told.schedule == f"{plan.schedule} ({plan.why})"
+        assert (told.border_bytes, told.grad_border_bytes) == (
+            tokens("sends") * element * 2,
+            tokens("grad_sends") * element * 4,
+        )
+        assert told.hosts == tuple(hosts)
+        sent = [sum(layout.lengths[block] for block, _ in turn.departing.sends) * element * 2 for turn in turns]
+        assert [step.bytes_sent for step in told.steps] == sent
+        assert ("hosts" in str(told)) == (len(set(hosts)) > 1)
+
+
+def test_hosts_and_what_crosses_their_borders_are_in_the_report() -> None:
+    layout = rf.layouts.zigzag(65536, 8)
+    text = str(rf.explain(*shards(layout), layout=layout, mask=CAUSAL, hosts=[0] * 4 + [1] * 4))
+    assert "schedule   hierarchical (8 blocks cross host borders; rotate 14, direct 32)" in text
+    assert "hosts      2; 48 MiB of K and V cross their borders, in backward 96 MiB of dK and dV besides" in text
+    assert max(map(len, text.splitlines())) <= 128
+
+
 def test_no_work_is_balanced_and_one_rank_moves_nothing() -> None:
     layout = rf.layouts.zigzag(0, 1)
     told = rf.explain(*shards(layout), layout=layout)
@@ -134,6 +167,9 @@ def test_keys_may_lie_elsewhere() -> None:
     [
         ({"rank": 2}, ValueError, "rank must be in 0 ... size-1: rank=2, size=2"),
         ({"size": 3}, ValueError, "layout must be for this ring's size: layout.size=2, ring size 3"),
+        ({"hosts": (0, 0, 1)}, ValueError, "hosts must be one number per rank, such as (0, 0): hosts=(0, 0, 1)"),
+        ({"hosts": "ab"}, ValueError, "hosts must be one number per rank, such as (0, 0): hosts='ab'"),
+        ({"hosts": 2}, ValueError, "hosts must be one number per rank, such as (0, 0): hosts=2"),
         ({"layout": rf.layouts.zigzag(42, 2)}, ValueError, "q must hold this rank's tokens of the layout"),
         ({"layout": 3}, TypeError, "layout must be an rf.Layout or the name of one: layout=3"),
         ({"layout": "ring", "size": 2}, ValueError, "layout must be one of 'contiguous', 'zigzag', 'striped'"),

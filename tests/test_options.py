@@ -9,7 +9,7 @@ import torch
 import ringflash as rf
 from ringflash import tile
 from ringflash.options import CHOICES
-from ringflash.plan import SCHEDULES
+from ringflash.schedules import SCHEDULES
 
 
 def test_defaults() -> None:

@@ -2,6 +2,8 @@
 
 import random
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import oracle
 import pytest
@@ -13,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringflash as rf
 from ringflash.plan import Plan, make_plan
+from ringflash.schedules import SCHEDULES, Transfer
 
 CPU = torch.device("cpu")
 
@@ -37,16 +40,17 @@ def masks(draw: st.DrawFn, seqlen: int) -> rf.Mask:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    """Queries anywhere among the keys, laid out alike or otherwise."""
-    size, seqlen_k = draw(st.integers(1, 6)), draw(st.integers(0, 40))
+def plans(draw: st.DrawFn, size: int = 6, schedules: Sequence[str] = (*SCHEDULES, "auto")) -> Plan:
+    """Queries anywhere among the keys, laid out alike or otherwise. size: of the largest ring."""
+    size, seqlen_k = draw(st.integers(1, size)), draw(st.integers(0, 40))
     seqlen = seqlen_k if draw(st.booleans()) else draw(st.integers(0, seqlen_k))
     front = draw(st.integers(0, seqlen_k - seqlen))
     mask = draw(masks(seqlen_k))
     layout = _layout(draw(st.sampled_from(LAYOUTS)), seqlen, size, mask).shift(front)
     same = seqlen == seqlen_k and draw(st.booleans())
     kv_layout = None if same else _layout(draw(st.sampled_from(LAYOUTS)), seqlen_k, size, mask)
-    return make_plan(layout, mask, kv_layout, schedule=draw(st.sampled_from(("rotate", "direct", "auto"))))
+    hosts = tuple(draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)))
+    return make_plan(layout, mask, kv_layout, schedule=draw(st.sampled_from(schedules)), hosts=hosts)
 
 
 def _layout(name: str, seqlen: int, size: int, mask: rf.Mask) -> rf.Layout:
@@ -60,11 +64,21 @@ def seen(plan: Plan) -> torch.Tensor:
     return oracle.visible(plan.mask, torch.arange(plan.layout.offset, plan.layout.end), keys).byte()
 
 
+def arrivals(plan: Plan, moves: str) -> list[list[tuple[Transfer, int]]]:
+    """What lands at the end of each step, with the step in which it set out. moves: "blocks" or "partials"."""
+    landing: list[list[tuple[Transfer, int]]] = [[] for _ in plan.steps]
+    for t, step in enumerate(plan.steps):
+        for x, steps in getattr(step, moves):
+            landing[t + steps - 1].append((x, t))
+    return landing
+
+
 def attended(plan: Plan) -> torch.Tensor:
     """uint8 (batch rows, queries, keys): how often the plan computes each pair; a block is attended where it has been put."""
     done = torch.zeros_like(seen(plan))
     held = [{rank} for rank in range(plan.size)]
-    for step in plan.steps:
+    coming: list[set[int]] = [set() for _ in range(plan.size)]
+    for step, landing in zip(plan.steps, arrivals(plan, "blocks"), strict=True):
         for rank, block in enumerate(step.attend):
             if block is None:
                 continue
@@ -77,11 +91,13 @@ def attended(plan: Plan) -> torch.Tensor:
             sees = (index >= begin[..., None]) & (index < end[..., None])
             queries = plan.layout.positions(rank) - plan.layout.offset
             done[:, queries[:, None], keys[None, :]] += sees.byte()
-        for block, source, target in step.transfers:
+        for (block, source, target), _ in step.blocks:
             assert block in held[source], "sent by a rank that does not hold it"
-            assert block not in held[target], "sent twice"
-        for block, _, target in step.transfers:
+            assert block not in held[target] | coming[target], "sent twice"
+            coming[target].add(block)
+        for (block, _, target), _ in landing:
             held[target].add(block)
+            coming[target].remove(block)
     return done
 
 
@@ -126,16 +142,18 @@ def test_one_late_row_decides_what_is_needed(last: int) -> None:
 def test_partial_gradients_travel_as_one_and_come_home_whole(plan: Plan) -> None:
     # partial[rank][block]: whose contributions to the block's dK/dV lie on the rank
     partial: list[dict[int, list[int]]] = [{} for _ in range(plan.size)]
-    for step in plan.steps:
-        arriving = [(x.target, x.block, partial[x.source].pop(x.block)) for x in step.grads]  # complete before this step
+    moving: dict[tuple[Transfer, int], list[int]] = {}
+    for t, (step, landing) in enumerate(zip(plan.steps, arrivals(plan, "partials"), strict=True)):
+        moving |= {(x, t): partial[x.source].pop(x.block) for x, _ in step.partials}  # complete before this step
         for rank, block in enumerate(step.attend):
             if block is not None:
                 partial[rank].setdefault(block, []).append(rank)
-        for rank, block, ranks in arriving:
-            partial[rank].setdefault(block, []).extend(ranks)
+        for x, begin in landing:
+            partial[x.target].setdefault(x.block, []).extend(moving.pop((x, begin)))
         if plan.schedule == "rotate":  # one partial per block, besides the owner's own share
             away = [block for rank, blocks in enumerate(partial) for block in blocks if block != rank]
             assert len(away) == len(set(away))
+    assert not moving
     for rank, blocks in enumerate(partial):
         assert list(blocks) == [rank]
         assert sorted(blocks[rank]) == sorted({rank, *(r for r in range(plan.size) if plan.needs[r, rank])})
@@ -146,80 +164,75 @@ def test_turns_are_the_steps_and_both_ends_of_each_hop_agree(plan: Plan) -> None
     for t, step in enumerate(plan.steps):
         turns = [turns[t] for turns in plan.turns]
         assert [turn.attend for turn in turns] == list(step.attend)
-        for hops, sends, recvs in ((step.transfers, "sends", "recvs"), (step.grads, "grad_sends", "grad_recvs")):
-            expected = sorted(hops)
-            assert sorted((b, r, to) for r, turn in enumerate(turns) for b, to in getattr(turn, sends)) == expected
-            assert sorted((b, source, r) for r, turn in enumerate(turns) for b, source in getattr(turn, recvs)) == expected
-            for x in hops:  # transfers between two ranks pair up in order
-                mine = [b for b, to in getattr(turns[x.source], sends) if to == x.target]
-                assert mine == [b for b, source in getattr(turns[x.target], recvs) if source == x.source]
+        _same_hops(step.transfers, step.grads, turns)
+        departing = [turn.departing for turn in turns]
+        _same_hops([x for x, _ in step.blocks], [x for x, _ in step.partials], departing)
+
+
+def _same_hops(transfers: Sequence[Transfer], grads: Sequence[Transfer], parts: Sequence[Any]) -> None:
+    for hops, sends, recvs in ((transfers, "sends", "recvs"), (grads, "grad_sends", "grad_recvs")):
+        expected = sorted(hops)
+        assert sorted((b, r, to) for r, part in enumerate(parts) for b, to in getattr(part, sends)) == expected
+        assert sorted((b, source, r) for r, part in enumerate(parts) for b, source in getattr(part, recvs)) == expected
+        for x in hops:  # transfers between two ranks pair up in order
+            mine = [b for b, to in getattr(parts[x.source], sends) if to == x.target]
+            assert mine == [b for b, source in getattr(parts[x.target], recvs) if source == x.source]
+
+
+@given(plans())
+def test_outer_transfers_land_in_the_order_in_which_they_set_out(plan: Plan) -> None:
+    ends = [[(t + o.steps - 1, o) for o in step.outer] for t, step in enumerate(plan.steps)]
+    for rank, turns in enumerate(plan.turns):
+        flying: list[int] = []
+        for t, turn in enumerate(turns):
+            mine = [end for end, o in ends[t] if any(rank in (x.source, x.target) for x in (*o.transfers, *o.grads))]
+            assert len(turn.outer) == len(mine)
+            flying += mine
+            for _ in range(turn.lands):
+                assert flying.pop(0) == t
+        assert not flying
 
 
 @given(plans())
 def test_blocks_are_dropped_after_their_last_use_and_never_pile_up(plan: Plan) -> None:
+    most = 4 if plan.schedule == "hierarchical" else 2  # one attended, one arriving; two more that lie there and come to
+    landing = arrivals(plan, "blocks")
     for rank, turns in enumerate(plan.turns):
         held: set[int] = set()
+        sending = {
+            (x.block, s) for t, xs in enumerate(landing) for x, begin in xs if x.source == rank for s in range(begin, t + 1)
+        }
         for t, turn in enumerate(turns):
-            arriving = {block for block, _ in turn.recvs}
+            arriving = {block for block, _ in turn.departing.recvs}
             assert not held & arriving
             held |= arriving
-            assert len(held) <= 2  # one attended, one arriving
-            later = turns[t + 1 :]
-            used = {x.attend for x in later} | {block for x in later for block, _ in x.sends}
+            assert len(held) <= most
+            used = {x.attend for x in turns[t + 1 :]} | {block for block, s in sending if s > t}
             assert set(turn.drop) <= held
             held -= set(turn.drop)
-            assert held == held & used
+            still = {x.block for s, xs in enumerate(landing) for x, begin in xs if x.target == rank and begin <= t < s}
+            assert held == held & (used | still)
         assert not held
-        ends = [t for t, turn in enumerate(turns) if turn.attend is not None]
-        assert [t for t, turn in enumerate(turns) if turn.last] == [ends[-1]]
+        attending = [t for t, turn in enumerate(turns) if turn.attend is not None]
+        assert [t for t, turn in enumerate(turns) if turn.last] == [attending[-1]]
         assert turns[0].attend == rank
 
 
-def moved(plan: Plan) -> int:
-    return sum(len(step.transfers) for step in plan.steps)
-
-
-@given(plans())
-def test_direct_moves_exactly_the_needed_blocks_straight_from_their_owners(plan: Plan) -> None:
-    plan = make_plan(plan.layout, plan.mask, plan.kv_layout, schedule="direct")
-    hops = [x for step in plan.steps for x in step.transfers]
-    assert all(x.source == x.block for x in hops)
-    needed = {(r, b) for r in range(plan.size) for b in range(plan.size) if r != b and plan.needs[r, b]}
-    assert sorted((x.target, x.block) for x in hops) == sorted(needed)
-    grads = [x for step in plan.steps for x in step.grads]
-    assert sorted((x.source, x.block) for x in grads) == sorted(needed)
-    assert all(x.target == x.block for x in grads)
-
-
-@given(plans())
-def test_auto_takes_direct_only_where_it_moves_fewer_blocks_and_says_why(plan: Plan) -> None:
-    by_name = {name: moved(make_plan(plan.layout, plan.mask, plan.kv_layout, schedule=name)) for name in ("rotate", "direct")}
-    auto = make_plan(plan.layout, plan.mask, plan.kv_layout)
-    assert auto.schedule == ("direct" if by_name["direct"] < by_name["rotate"] else "rotate")
-    assert str(by_name[auto.schedule]) in auto.why
-
-
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    [
-        (rf.Mask(), 12),
-        (rf.Mask(causal=True), 6),
-        (rf.Mask(causal=True, window=(8, None)), 3),
-        (rf.Mask(causal=True, window=(9, None)), 5),
-        (rf.Mask(window=(0, 0)), 0),
-        (rf.Mask(documents=(0, 8, 16, 24, 32)), 0),
-        (rf.Mask(causal=True, documents=(0, 9, 32)), 4),
-    ],
-    ids=repr,
-)
-def test_number_of_blocks_that_move(mask: rf.Mask, expected: int) -> None:
-    assert moved(make_plan(rf.layouts.contiguous(32, 4), mask, schedule="direct")) == expected
-
-
-def test_rotate_moves_between_neighbours_only() -> None:
-    plan = make_plan(rf.layouts.zigzag(32, 4), rf.Mask(causal=True), schedule="rotate")
-    assert all(x.target == (x.source + 1) % 4 for step in plan.steps for x in step.transfers)
-    assert moved(plan) == 12
+@given(plans(size=8, schedules=("hierarchical",)))
+def test_partial_gradients_of_the_hierarchical_schedule_never_pile_up(plan: Plan) -> None:
+    """Blocks of float32 dK/dV on a rank, leaving and arriving ones and its own among them: schedules.py says which."""
+    landing = arrivals(plan, "partials")
+    for rank, turns in enumerate(plan.turns):
+        here, under_way = {rank}, 0
+        for turn, landed in zip(turns, landing, strict=True):
+            hops = turn.departing
+            here -= {block for block, _ in hops.grad_sends}
+            under_way += len(hops.grad_sends) + len(hops.grad_recvs)
+            here |= {turn.attend} - {None}
+            assert len(here) + under_way <= 9
+            here |= {x.block for x, _ in landed if x.target == rank}
+            under_way -= sum((x.source == rank) + (x.target == rank) for x, _ in landed)
+        assert (here, under_way) == ({rank}, 0)
 
 
 def test_plans_are_cached_by_value() -> None:
@@ -230,6 +243,8 @@ def test_plans_are_cached_by_value() -> None:
     assert make_plan(rf.layouts.zigzag(12, 2), mask) is make_plan(one_document, mask)
     assert make_plan(rf.layouts.zigzag(12, 2), rf.Mask(window=(None, None))) is make_plan(one_document, rf.Mask())
     assert make_plan(one_document, mask, one_document) is make_plan(one_document, mask)
+    assert make_plan(one_document, mask, hosts=(0, 0)) is make_plan(one_document, mask)
+    assert make_plan(one_document, mask, hosts=(0, 1)) is not make_plan(one_document, mask)
     assert make_plan(one_document, mask).intervals(0, CPU) is make_plan(one_document, mask).intervals(0, CPU)
 
 

@@ -8,9 +8,23 @@ from typing import Any
 import oracle
 import pytest
 import torch
-import torch.distributed as dist
 from pool import Pools
-from ring_cases import CAUSAL, LAYOUTS, SCHEDULES, Case, check, exact, make_layout, masks, run_cases, run_threads, sent, verdict
+from ring_cases import (
+    CAUSAL,
+    HOSTS,
+    LAYOUTS,
+    SCHEDULES,
+    Case,
+    check,
+    exact,
+    group_on,
+    make_layout,
+    masks,
+    run_cases,
+    run_threads,
+    sent,
+    verdict,
+)
 
 import ringflash as rf
 from ringflash import api, ring
@@ -28,6 +42,14 @@ def test_ring_equals_oracle(pools: Pools, full: bool, size: int, layout: str, sc
     draw = random.Random(f"{size}{layout}{schedule}")
     pairs = [(name, n) for name in masks(LENGTHS[0]) for n in (LENGTHS if full else [draw.choice(LENGTHS)])]
     check(pools, size, [Case(masks(n)[name], n, layout, schedule=schedule) for name, n in pairs])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("size", "hosts"), [(size, hosts) for size in SIZES for hosts in HOSTS[size]], ids=str)
+def test_ring_over_hosts_equals_oracle(pools: Pools, full: bool, size: int, hosts: tuple[int, ...], layout: str) -> None:
+    draw = random.Random(f"{hosts}{layout}")
+    pairs = [(name, n) for name in masks(LENGTHS[0]) for n in (LENGTHS if full else [draw.choice(LENGTHS)])]
+    check(pools, size, [Case(masks(n)[name], n, layout, schedule="hierarchical", hosts=hosts) for name, n in pairs])
 
 
 @pytest.mark.parametrize("seqlen", LENGTHS)
@@ -101,11 +123,12 @@ def test_layouts_of_any_runs(pools: Pools, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [5, 8])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "hierarchical"])
 def test_more_ranks_than_cores(size: int, schedule: str) -> None:
     """The same loop in threads: masks x layouts in turn, so that each meets each over both sizes and schedules."""
     for i, (seqlen, mask) in enumerate((n, m) for n in (3, 33, 100) for m in masks(n).values()):
-        case = Case(mask, seqlen, LAYOUTS[(i + size) % len(LAYOUTS)], schedule=schedule)
+        hosts = HOSTS[size][i % len(HOSTS[size])]
+        case = Case(mask, seqlen, LAYOUTS[(i + size) % len(LAYOUTS)], schedule=schedule, hosts=hosts)
         assert not (wrong := verdict(case, run_threads(case, size))), wrong
 
 
@@ -128,6 +151,7 @@ def count_sends(cases: list[Case], requires_grad: bool) -> list[tuple[list, list
                 layout=layout,
                 kv_layout=kv_layout,
                 mask=case.mask,
+                group=None if case.hosts is None else group_on(case.hosts),
                 options=rf.Options(schedule=case.schedule),
             )
         with sent() as backward:
@@ -179,6 +203,21 @@ def test_rotate_moves_each_block_to_its_last_reader(pools: Pools, size: int) -> 
             assert ranks[rank][i][0] == sorted(blocks, key=str), case
 
 
+@pytest.mark.parametrize("hosts", HOSTS[4], ids=str)
+def test_hierarchical_sends_a_block_to_a_host_once(pools: Pools, hosts: tuple[int, ...]) -> None:
+    """Forward: K and V go once to each other host that needs them. Backward: again, and float32 dK, dV back as often."""
+    cases = [Case(m, 64, "contiguous", schedule="hierarchical", dtype=torch.bfloat16, hosts=hosts) for m in masks(64).values()]
+    ranks = pools.run(4, count_sends, cases, True)
+    for i, case in enumerate(cases):
+        needs = _needs(case, 4)
+        away = {(b, hosts[r]) for r in range(4) for b in range(4) if needs[r, b] and hosts[r] != hosts[b]}
+        forward, backward = ([(rank, x) for rank in range(4) for x in ranks[rank][i][way]] for way in (0, 1))
+        for sends, dtypes in ((forward, [case.dtype]), (backward, [case.dtype, torch.float32])):
+            over = [(n, dtype) for rank, (to, n, dtype) in sends if hosts[rank] != hosts[to]]
+            blocks = [(n, dtype) for b, _ in away for dtype in dtypes for _, n, _ in _block(case, 4, b, dtype, 0)]
+            assert sorted(over, key=str) == sorted(blocks, key=str), case
+
+
 def test_nothing_moves_where_documents_are_local(pools: Pools) -> None:
     mask = rf.Mask(documents=(0, 8, 16))
     cases = [Case(mask, 16, "contiguous", schedule=s) for s in (*SCHEDULES, "auto")]
@@ -224,10 +263,10 @@ class Alive:
         return made
 
 
-def most_blocks(schedule: str, fused: bool) -> dict[str, int]:
+def most_blocks(schedule: str, fused: bool, hosts: tuple[int, ...]) -> dict[str, int]:
     """The most K/V blocks of others, and float32 dK/dV blocks, that one rank holds at a time in forward and backward."""
-    cp = rf.ContextParallel(dist.new_group(), options=rf.Options(schedule=schedule))  # pyright: ignore[reportArgumentType]
-    batch, alive = cp.batch(32), Alive()
+    cp = rf.ContextParallel(group_on(hosts), options=rf.Options(schedule=schedule))
+    batch, alive = cp.batch(8 * cp.size), Alive()
     q, k, v = (torch.randn(1, batch.layout.lengths[cp.rank], 2, 8).bfloat16().requires_grad_() for _ in range(3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring.Ring, "_room_for", alive.watch(ring.Ring._room_for))
@@ -241,5 +280,14 @@ def test_two_blocks_and_three_gradients_are_held_at_most(pools: Pools, schedule:
     """rotate: dK/dV produced, arriving and leaving. direct: the sum that comes together at home besides. A tile that makes dQ
     and dK/dV at once: the own block's as well, from the start.
     """
-    for most in pools.run(4, most_blocks, schedule, fused):
+    for most in pools.run(4, most_blocks, schedule, fused, (0, 0, 0, 0)):
         assert most == {"kv": 2, "grads": grads}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kv", "grads"), [((0, 0, 1, 1), 2, 4), ((0, 1, 0, 1), 2, 4), ((0, 1, 2, 3), 2, 4), ((0, 0, 0, 1), 3, 5)], ids=str
+)
+def test_hierarchical_holds_few_blocks_and_gradients(pools: Pools, hosts: tuple[int, ...], kv: int, grads: int) -> None:
+    """schedules.py says which; four ranks need fewer."""
+    most = pools.run(4, most_blocks, "hierarchical", True, hosts)
+    assert [max(m[kind] for m in most) for kind in ("kv", "grads")] == [kv, grads]

@@ -2,6 +2,7 @@
 
 import datetime
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from pool import Pools
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringflash.transport import communicator as module
 from ringflash.transport.communicator import MESSAGE_BYTES, Communicator, communicator
 
 SIZE = 3
@@ -60,6 +62,35 @@ def test_small_collectives_answer_in_sequence_order(pools: Pools, order: list[in
         assert text == [b"", b"place 1", b"place 2place 2"]
         assert gathered == [torch.full((2, 2, n), rank).tolist() for rank, n in enumerate([2, 0, 3])]
         assert total == [3.0, 3.0]
+
+
+def found_hosts(names: list[str], order: list[int]) -> tuple[int, ...]:
+    group = new_group() if order == [0, 1, 2] else DeviceMesh("cpu", order)
+    with mock.patch.object(module, "_host_name", return_value=names[dist.get_rank()]):
+        hosts = communicator(group).hosts
+    assert communicator(group).hosts == hosts  # found once
+    return hosts
+
+
+@pytest.mark.parametrize(
+    ("names", "order", "hosts"),
+    [
+        (["a", "a", "a"], [0, 1, 2], (0, 0, 0)),
+        (["b", "a", "b"], [0, 1, 2], (0, 1, 0)),
+        (["b", "a", "b"], [1, 2, 0], (0, 1, 1)),
+        (["c", "", "a"], [2, 1, 0], (0, 1, 2)),
+    ],
+)
+def test_hosts_are_numbered_in_sequence_order(pools: Pools, names: list[str], order: list[int], hosts: tuple[int, ...]) -> None:
+    assert pools.run(SIZE, found_hosts, names, order) == [hosts] * SIZE
+
+
+def test_ranks_of_this_machine_share_a_host(pools: Pools) -> None:
+    assert pools.run(2, default_hosts) == [(0, 0)] * 2
+
+
+def default_hosts() -> tuple[int, ...]:
+    return communicator().hosts
 
 
 def test_all_reduce_leaves_its_input(pools: Pools) -> None:
@@ -130,3 +161,11 @@ def test_wrong_kinds(group: object) -> None:
 def test_a_communicator_knows_its_defaults() -> None:
     comm = Communicator(0, 1, (0,))
     assert (comm.calls, comm.check, comm.word_left()) == (0, "first", None)
+    assert (comm.hosts, comm.outer, Communicator(1, 3, (0, 1, 2)).hosts) == ((0,), None, (0, 0, 0))
+
+
+def test_only_gpus_have_a_group_of_their_own_for_outer_transfers() -> None:
+    """Over gloo transfers of one group do not wait for each other."""
+    cpu, cuda, outer = (mock.Mock() for _ in range(3))
+    comm = Communicator(0, 2, (0, 1), {"cpu": cpu, "cuda": cuda}, (0, 1), outer)
+    assert [comm.group_for(kind, outer=far) for kind in ("cpu", "cuda") for far in (False, True)] == [cpu, cpu, cuda, outer]

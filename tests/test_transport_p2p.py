@@ -9,7 +9,7 @@ from pool import Pools
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash.transport.communicator import communicator
-from ringflash.transport.p2p import P2P
+from ringflash.transport.p2p import P2P, Pending
 
 
 def around(order: list[int] | None, dtype: torch.dtype) -> list[bool]:
@@ -62,3 +62,23 @@ def several_in_flight() -> bool:
 
 def test_several_in_flight(pools: Pools) -> None:
     assert all(pools.run(2, several_in_flight))
+
+
+def outer_and_others() -> list[float]:
+    """An outer exchange that is waited for after those which started behind it."""
+    comm = communicator()
+    other = 1 - comm.rank
+    recvs = [torch.zeros(4) for _ in range(4)]
+
+    def start(i: int, *, outer: bool = False) -> Pending:
+        return P2P(comm).exchange([(torch.full((4,), float(i + 10 * comm.rank)), other)], [(recvs[i], other)], outer=outer)
+
+    outer = start(0, outer=True)
+    for i in (1, 2, 3):
+        start(i).wait()
+    outer.wait()
+    return [float(x.mean()) for x in recvs]
+
+
+def test_others_do_not_wait_for_an_outer_exchange(pools: Pools) -> None:
+    assert pools.run(2, outer_and_others) == [[10.0, 11.0, 12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import socket
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ class Communicator:
     """One ring's membership. `rank` and `size` are places in sequence order; `ranks` the global rank of each place.
 
     groups holds a process group of the ring's own per device type, so that its traffic never mixes with the caller's.
+    hosts: the number of each rank's host, by host name; the first rank's is 0. outer: where there are several and NCCL between
+    them, a group of its own for long transfers, since those of one NCCL group wait for each other.
     calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode that the
     ring's first call agreed. left: why this rank did not join an exchange that the others may wait for.
     message_bytes: the size of a message of gather_bytes.
@@ -37,12 +40,17 @@ class Communicator:
     size: int
     ranks: tuple[int, ...]
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
+    hosts: tuple[int, ...] = ()
+    outer: ProcessGroup | None = None
     calls: int = 0
     check: str = "first"
     left: str | None = None
     message_bytes: int = MESSAGE_BYTES
     _left_in: int = 0
     _side: dict[int, torch.cuda.Stream] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.hosts = self.hosts or (0,) * self.size
 
     def side_stream(self) -> torch.cuda.Stream:
         """The ring's own stream on the current GPU: transfers are handed over on it."""
@@ -97,15 +105,15 @@ class Communicator:
         by_global = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
         return [by_global[r][:n].movedim(0, dim) for r, n in zip(self.ranks, lengths, strict=True)]
 
-    def group_for(self, device_type: str) -> ProcessGroup:
-        """The ring's group for tensors of this device type."""
+    def group_for(self, device_type: str, *, outer: bool = False) -> ProcessGroup:
+        """The ring's group for tensors of this device type. outer: for transfers that others must not wait for."""
         if device_type not in self.groups:
             has = " and ".join(sorted(self.groups))
             raise ValueError(
                 f"group must move {device_type} tensors: its backend serves {has} only; "
                 "use init_process_group() without a backend, or nccl for GPUs and gloo for CPUs"
             )
-        return self.groups[device_type]
+        return self.outer if outer and device_type == "cuda" and self.outer is not None else self.groups[device_type]
 
     def alive(self) -> bool:
         """Whether the ring's process groups still exist: destroy_process_group ends them with all others."""
@@ -181,8 +189,25 @@ def communicator(group: ProcessGroup | DeviceMesh | None = None) -> Communicator
     parent, ranks, rank = _membership(group)
     known = _known.setdefault(parent, {})
     if ranks not in known:
-        known[ranks] = Communicator(rank, len(ranks), ranks, {} if len(ranks) == 1 else _own_groups(parent, ranks))
+        known[ranks] = _made(parent, ranks, rank)
     return known[ranks]
+
+
+def _made(parent: ProcessGroup, ranks: tuple[int, ...], rank: int) -> Communicator:
+    """The communicator of a group that has none yet. A collective."""
+    if len(ranks) == 1:
+        return Communicator(rank, 1, ranks)
+    comm = Communicator(rank, len(ranks), ranks, _own_groups(parent, ranks))
+    names = comm.gather_bytes(_host_name().encode())
+    comm.hosts = tuple(map(list(dict.fromkeys(names)).index, names))
+    if len(set(names)) > 1 and "cuda" in comm.groups:
+        comm.outer = _open(parent, ranks, "nccl", torch.device("cuda", torch.cuda.current_device()))
+    return comm
+
+
+def _host_name() -> str:
+    """What ranks of one host have in common."""
+    return socket.gethostname()
 
 
 def _warn_if_launched() -> None:

@@ -15,13 +15,17 @@ class Pending:
     """Transfers of one exchange; holds their tensors until `wait`.
 
     On a GPU they are handed to NCCL by `wait`, on a stream that goes on from where `exchange` was called: they run beside the
-    kernel launched in between, which did not have to wait for the host to prepare them.
+    kernel launched in between, which did not have to wait for the host to prepare them. at_once: by `exchange`, since several
+    kernels come in between.
     """
 
-    def __init__(self, ops: list[dist.P2POp], comm: Communicator) -> None:
+    def __init__(self, ops: list[dist.P2POp], comm: Communicator, *, at_once: bool = False) -> None:
         self._ops, self._comm, self._works, self._begin = ops, comm, [], None
         if ops and ops[0].tensor.is_cuda:
             self._begin = torch.cuda.current_stream().record_event()
+            if at_once:
+                with comm.explained():
+                    self._works = self._launch()
         elif ops:
             with comm.explained():
                 self._works = dist.batch_isend_irecv(ops)
@@ -49,18 +53,23 @@ class P2P:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> Pending:
-        """All transfers of a step: (contiguous tensor, other rank) each. Between two ranks they pair up in order."""
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], *, outer: bool = False
+    ) -> Pending:
+        """All transfers of a step: (contiguous tensor, other rank) each. Between two ranks they pair up in order.
+
+        outer: they take several steps, and the transfers of those steps do not wait for them.
+        """
         for tensor, _ in (*sends, *recvs):
             assert tensor.is_contiguous()
-        ops = [self._op(dist.isend, tensor, rank) for tensor, rank in sends if tensor.numel()]
-        ops += [self._op(dist.irecv, tensor, rank) for tensor, rank in recvs if tensor.numel()]
-        return Pending(ops, self._comm)
+        ops = [self._op(dist.isend, tensor, rank, outer) for tensor, rank in sends if tensor.numel()]
+        ops += [self._op(dist.irecv, tensor, rank, outer) for tensor, rank in recvs if tensor.numel()]
+        return Pending(ops, self._comm, at_once=outer)
 
     def abandon(self, error: BaseException) -> None:
         """This rank will not join the exchanges that the others wait for: leave them the reason."""
         self._comm.leave_word(error)
 
-    def _op(self, kind: object, tensor: Tensor, rank: int) -> dist.P2POp:
-        group = self._comm.group_for(tensor.device.type)
+    def _op(self, kind: object, tensor: Tensor, rank: int, outer: bool) -> dist.P2POp:
+        group = self._comm.group_for(tensor.device.type, outer=outer)
         return dist.P2POp(kind, tensor, self._comm.ranks[rank], group)  # pyright: ignore[reportArgumentType]
