@@ -146,6 +146,9 @@ def local_intervals(
         run = torch.searchsorted(first, at, right=True) - 1
         ahead = torch.div(at - first[run] + step[run] - 1, step[run], rounding_mode="floor")
         index = base[run] + torch.minimum(ahead.clamp_(min=0), key_count[run])
-        begin_local, end_local = index.to(torch.int32).view(2, len(rows), seqlen_q)
+        # Both begin at a multiple of 16 bytes: kernels are compiled anew for pointers that do not.
+        local = torch.empty(2, -(-total // 4) * 4, dtype=torch.int32, device=device)
+        local[:, :total] = index
+        begin_local, end_local = (x[:total].view(len(rows), seqlen_q) for x in local)
         found[w] = (begin_local, end_local)
     return found

@@ -17,8 +17,9 @@ class Options:
     transport: what moves blocks ("auto", "p2p"). schedule: the plan's generator ("auto", "rotate", "direct", "hierarchical").
     check: when ranks compare what they were called with: "first" (the first 16 calls of a group), "always", "never" (save for
     the very first call, so that ranks that chose differently find out).
-    deterministic: the same inputs give the same bits. Without it so they do, save for the last bits of dQ of kernel "hopper",
-    whose sum over keys is taken in the order that programs arrive; every path honours it.
+    deterministic: the same inputs give the same bits. Without it so they do, but for kernel "hopper": the last bits of dQ,
+    whose sum over keys is taken in the order that programs arrive, and those of out and lse where scores are too far apart for
+    its optimistic softmax. Every path honours it.
     kernel: "auto"; "reference", plain torch; "triton", any GPU; "hopper", sm_90 (explain says whether its backward too).
     Raises ValueError for any other value.
     """

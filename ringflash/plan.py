@@ -51,10 +51,14 @@ class Turn(NamedTuple):
     lands: int = 0
 
     @property
+    def hops(self) -> Hops:
+        """What sets out and lands in this turn."""
+        return Hops(self.sends, self.recvs, self.grad_sends, self.grad_recvs)
+
+    @property
     def departing(self) -> Hops:
         """All that sets out in this turn."""
-        inner = Hops(self.sends, self.recvs, self.grad_sends, self.grad_recvs)
-        return Hops(*(tuple(hop for hops in group for hop in hops) for group in zip(inner, *self.outer, strict=True)))
+        return Hops(*(tuple(hop for hops in group for hop in hops) for group in zip(self.hops, *self.outer, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,8 +184,8 @@ def make_plan(
     """The plan of a ring whose queries lie as `layout` and keys as `kv_layout` (default: alike) under the mask.
 
     hosts: the number of each rank's host, in sequence order (default: one host). schedule "auto" takes on one host direct
-    where that moves fewer blocks, else rotate (its traffic is between neighbours only); on several what burdens host borders
-    least. Raises ValueError for hosts that are not one number per rank.
+    where that moves fewer blocks, else rotate (its traffic is between neighbours only); on several, of these two, what burdens
+    host borders less. Raises ValueError for hosts that are not one number per rank.
     """
     hosts = (0,) * layout.size if hosts is None else tuple(hosts)
     if len(hosts) != layout.size:

@@ -149,7 +149,7 @@ class Ring:
 
     def _own(self, k: Tensor, v: Tensor) -> dict[int, Pair]:
         """The blocks this rank holds: its own, contiguous if it is to be sent."""
-        sent = any(hops.sends for turn in self.plan.turns[self.rank] for hops in (turn, *turn.outer))
+        sent = any(hops.sends for turn in self.plan.turns[self.rank] for hops in (turn.hops, *turn.outer))
         return {self.rank: (k.contiguous(), v.contiguous()) if sent else (k, v)}
 
     def _segment(self, held: dict[int, Pair], block: int, q: Tensor) -> Any:
@@ -158,10 +158,10 @@ class Ring:
     def _post(self, turn: Turn, held: dict[int, Pair], partial: dict[int, Pair] | None, flying: deque[_Moving]) -> _Moving:
         """Start a turn's transfers; outer ones, which land in a later turn, join those in flight."""
         flying.extend([self._start(hops, held, partial, outer=True) for hops in turn.outer])
-        return self._start(turn, held, partial)
+        return self._start(turn.hops, held, partial)
 
     def _start(
-        self, hops: Turn | Hops, held: dict[int, Pair], partial: dict[int, Pair] | None, *, outer: bool = False
+        self, hops: Hops, held: dict[int, Pair], partial: dict[int, Pair] | None, *, outer: bool = False
     ) -> _Moving:
         """Start transfers, K and V (and in backward dK and dV) in one batch."""
         blocks = {block: self._room_for(block, held) for block, _ in hops.recvs}

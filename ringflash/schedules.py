@@ -2,7 +2,7 @@
 
 - rotate: every block moves to the next rank each step and stops behind the last rank that needs it;
 - direct: a block goes straight from its owner to each rank that needs it, and nowhere else;
-- hierarchical: for ranks on several hosts. A block goes into each other host on which some rank needs it, once, while the
+- hierarchical: for ranks on several hosts, on request. A block goes into each other host on which some rank needs it, once, while the
   ranks of that host attend the blocks that came before it; inside a host it moves as in a ring of that host alone.
 
 dK/dV of a block go home along the same lines: rotate carries one partial from rank to rank and adds on the way, direct
@@ -10,8 +10,8 @@ sends each rank's partial straight to the owner, hierarchical adds up a host's p
 way every addition has its fixed place: the result is the same bits every time.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 Needs = tuple[tuple[bool, ...], ...]  # needs[r][b]: rank r sees a key of block b
@@ -182,7 +182,7 @@ def _inner(needs: Needs, seats: Seats, ranks: list[int], *, own: bool) -> list[S
     """An inner turn of one host: the steps of a ring of its ranks over the blocks that lie with them. own: those are their
     own, which are always attended."""
     sees = tuple(tuple(at in seats and needs[rank][seats[at]] for at in ranks) for rank in ranks)
-    steps = SCHEDULES[_flat(sees)[0]](sees, ())
+    steps = FLAT[_flat(sees)[0]](sees)
 
     def moved(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         return tuple(Transfer(seats[ranks[at]], ranks[source], ranks[target]) for at, source, target in transfers)
@@ -207,17 +207,15 @@ def _merged(parts: list[Step], size: int) -> Step:
     return Step(tuple(attend), *joined)
 
 
-SCHEDULES: dict[str, Callable[[Needs, Hosts], list[Step]]] = {
-    "rotate": lambda needs, _: rotate(needs),
-    "direct": lambda needs, _: direct(needs),
-    "hierarchical": hierarchical,
-}
+FLAT: dict[str, Callable[[Needs], list[Step]]] = {"rotate": rotate, "direct": direct}  # know nothing of hosts
+SCHEDULES = (*FLAT, "hierarchical")
 
 
 def chosen(schedule: str, needs: Needs, hosts: Hosts) -> tuple[str, str, tuple[Step, ...]]:
-    """(name, why, steps) of the schedule that was asked for; "auto" asks for the best.
+    """(name, why, steps) of the schedule that was asked for; "auto" asks for the best of rotate and direct.
 
-    On one host the hierarchical schedule is its inner one, which is picked as auto picks on one host.
+    hierarchical is on request only, until it has run between real hosts. On one host it is its inner schedule, which is picked
+    as auto picks on one host.
     """
     name, why = schedule, "asked for"
     if schedule == "auto":
@@ -225,7 +223,20 @@ def chosen(schedule: str, needs: Needs, hosts: Hosts) -> tuple[str, str, tuple[S
     elif schedule == "hierarchical" and len(set(hosts)) == 1:
         name, why = _flat(needs)
         why = f"hierarchical on one host is its inner schedule: {why}"
-    return name, why, tuple(step for step in SCHEDULES[name](needs, hosts) if step.busy)
+    steps = FLAT[name](needs) if name in FLAT else hierarchical(needs, hosts)
+    return name, why, without_idle(steps)
+
+
+def without_idle(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The steps without those in which nothing happens; outer transfers that ran over such are that much shorter."""
+    upto = [0, *accumulate(step.busy for step in steps)]  # busy steps before each step
+
+    def shortened(t: int, outer: Outer) -> Outer:
+        return outer._replace(steps=upto[t + outer.steps] - upto[t])
+
+    return tuple(
+        step._replace(outer=tuple(shortened(t, outer) for outer in step.outer)) for t, step in enumerate(steps) if step.busy
+    )
 
 
 def _flat(needs: Needs) -> tuple[str, str]:
@@ -237,21 +248,19 @@ def _flat(needs: Needs) -> tuple[str, str]:
 
 
 def _over_hosts(needs: Needs, hosts: Hosts) -> tuple[str, str]:
-    """(schedule, why) on several hosts: what carries the fewest blocks over host borders; of several such what moves the
-    fewest blocks in all; else the first."""
+    """(schedule, why) on several hosts: of rotate and direct what carries fewer blocks over host borders; if both carry as
+    many, what moves fewer blocks in all; else rotate."""
     size, hops, needed = len(needs), _hops(needs), _needed(needs)
     away = [(block, hosts[rank]) for rank in range(size) for block in range(size) if needs[rank][block]]
     away = [(block, host) for block, host in away if hosts[block] != host]
     borders = [hosts[rank] != hosts[(rank + 1) % size] for rank in range(size)]
     passed = sum(borders[(block + t) % size] for block in range(size) for t in range(hops[block]))
-    costs = {  # (blocks over host borders, blocks moved in all)
-        "rotate": (passed, sum(hops)),
-        "direct": (len(away), needed),
-        "hierarchical": (len(set(away)), needed),  # at least: each block goes to each rank that needs it
-    }
-    name = min(costs, key=lambda name: costs[name])
-    others = ", ".join(f"{other} {crossing}" for other, (crossing, _) in costs.items() if other != name)
-    return name, f"{costs[name][0]} blocks cross host borders; {others}"
+    costs = {"rotate": (passed, sum(hops)), "direct": (len(away), needed)}  # (blocks over host borders, blocks moved in all)
+    name, other = sorted(costs, key=lambda name: costs[name])
+    (crossing, _), (more, _) = costs[name], costs[other]
+    on_request = len(set(away))
+    hint = f"; hierarchical, on request, would cross {on_request}" if on_request < crossing else ""
+    return name, f"{crossing} blocks cross host borders; {other} {more}{hint}"
 
 
 def _hops(needs: Needs) -> list[int]:

@@ -2,8 +2,8 @@
 
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,10 @@ def choose(kernel: str, inputs: Inputs, *, deterministic: bool = False) -> Tile:
         return _reference("Triton is not installed" if on_gpu else "tensors on a CPU")
     reason = _why_not("forward", inputs)
     if reason is None:
-        return _hopper(inputs, f"{inputs.arch}, {str(inputs.dtype).removeprefix('torch.')}", deterministic)
+        try:
+            return _hopper(inputs, f"{inputs.arch}, {str(inputs.dtype).removeprefix('torch.')}", deterministic)
+        except NotImplementedError as error:  # a build of that Triton without the names that Gluon should have
+            return _triton(str(error))
     if _why_not("forward", inputs, asked=True) is None:
         support.say_untested(support.triton_version())
     return _triton(f"hopper {reason}")
@@ -94,23 +97,12 @@ def _hopper(inputs: Inputs, why: str, deterministic: bool) -> Tile:
     except (ImportError, AttributeError) as error:  # Gluon's names moved: only who asked for an untested Triton gets here
         reason = f"does not load with Triton {support.triton_version()} ({error})"
         raise NotImplementedError(f"kernel='hopper' {reason}; use kernel='auto'") from error
-    tile = _triton(why)._replace(name="hopper", forward=forward.forward)
+    tile = _triton(why)._replace(name="hopper", forward=_same_bits(forward.forward, deterministic))
     reason = _why_not("backward", inputs, asked=True)
     if reason is not None:
         return tile._replace(name="hopper forward, triton backward", why=f"{why}; the Hopper backward {reason}")
-    whole = functools.partial(backward.backward, deterministic=True) if deterministic else backward.backward
-    return tile._replace(backward=_whole_or_part(whole, tile.backward), fused_backward=True)
+    return tile._replace(backward=_same_bits(backward.backward, deterministic), fused_backward=True)
 
 
-def _whole_or_part(whole: Callable[..., None], part: Callable[..., None]) -> Callable[..., None]:
-    """A backward that makes dq and dkv at once, except where one of them is not wanted: `part` makes the other alone."""
-
-    def backward(
-        dout: Tensor, q: Tensor, segments: Sequence[Segment], lse: Tensor, delta: Tensor, scale: float,
-        dq: Tensor | None, dkv: Sequence[tuple[Tensor, Tensor]] | None, *, add: bool = True,
-    ) -> None:  # fmt: skip
-        """Add into float32 dq and (dk, dv) per segment, either of which may be None (kernels/README.md)."""
-        run = part if dq is None or dkv is None else whole
-        run(dout, q, segments, lse, delta, scale, dq, dkv, add=add)
-
-    return backward
+def _same_bits(run: Callable[..., Any], deterministic: bool) -> Callable[..., Any]:
+    return functools.partial(run, deterministic=True) if deterministic else run

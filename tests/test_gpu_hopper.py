@@ -200,6 +200,29 @@ def test_a_sum_out_of_range_is_computed_again(dtype: torch.dtype) -> None:
     assert inputs.forward_is_exact(exact=True).tolist() == [32, 0]
 
 
+def test_deterministic_forward_where_items_are_computed_again() -> None:
+    inputs = Inputs("full", 2048, 4096, nheads=(8, 2))
+    late = inputs.k.clone()
+    late[:, 3000:3003, :1] *= 300
+    segment = inputs.segments[0]._replace(k=late)
+    first = forward.forward(inputs.q, [segment], inputs.scale, deterministic=True)
+    for _ in range(5):
+        again = forward.forward(inputs.q, [segment], inputs.scale, deterministic=True)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_keys_that_may_not_have_come_are_not_copied() -> None:
+    inputs = Inputs("causal", 200, 200)
+    ready = torch.ones(1, dtype=torch.int32, device="cuda")
+    odd = torch.cat([inputs.k, inputs.k[..., :3]], 3)[..., : inputs.k.shape[3]]
+    segment = inputs.segments[0]._replace(k=odd, ready=ready)
+    with pytest.raises(ValueError, match="copy engine reads them"):
+        forward.forward(inputs.q, [segment], inputs.scale)
+    told = segment._replace(k=inputs.k, late=torch.zeros_like(ready))
+    with pytest.raises(ValueError, match="late must be given for all"):
+        forward.forward(inputs.q, [told, segment._replace(k=inputs.k)], inputs.scale)
+
+
 def test_deterministic_backward() -> None:
     inputs = Inputs("causal", 1500, 1500)
     inputs.backward_is_exact(deterministic=True)

@@ -1,17 +1,19 @@
 """Schedules: how much each moves and where, what auto picks, and that no block crosses a host border twice."""
 
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from ring_cases import CAUSAL
 from test_plan import plans
 
 import ringflash as rf
 from ringflash.plan import Plan, make_plan
-from ringflash.schedules import SCHEDULES, Step, Transfer, chosen
+from ringflash.schedules import SCHEDULES, Step, Transfer, chosen, without_idle
 
 
 def moved(plan: Plan) -> int:
@@ -166,12 +168,12 @@ def test_one_host_is_its_inner_schedule_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("hosts", "mask", "name", "why"),
     [
-        ((0, 0, 1, 1), rf.Mask(), "hierarchical", "4 blocks cross host borders; rotate 6, direct 8"),
-        ((0, 1, 0, 1), rf.Mask(), "hierarchical", "4 blocks cross host borders; rotate 12, direct 8"),
-        ((0, 1, 2, 3), rf.Mask(), "rotate", "12 blocks cross host borders; direct 12, hierarchical 12"),
-        ((0, 0, 1, 1), CAUSAL, "rotate", "2 blocks cross host borders; direct 4, hierarchical 2"),
-        ((0, 0, 1, 1), rf.Mask(window=(8, 8)), "direct", "2 blocks cross host borders; rotate 5, hierarchical 2"),
-        ((0, 0, 1, 1), rf.Mask(window=(0, 0)), "rotate", "0 blocks cross host borders; direct 0, hierarchical 0"),
+        ((0, 0, 1, 1), rf.Mask(), "rotate", "6 blocks cross host borders; direct 8; hierarchical, on request, would cross 4"),
+        ((0, 1, 0, 1), rf.Mask(), "direct", "8 blocks cross host borders; rotate 12; hierarchical, on request, would cross 4"),
+        ((0, 1, 2, 3), rf.Mask(), "rotate", "12 blocks cross host borders; direct 12"),
+        ((0, 0, 1, 1), CAUSAL, "rotate", "2 blocks cross host borders; direct 4"),
+        ((0, 0, 1, 1), rf.Mask(window=(8, 8)), "direct", "2 blocks cross host borders; rotate 5"),
+        ((0, 0, 1, 1), rf.Mask(window=(0, 0)), "rotate", "0 blocks cross host borders; direct 0"),
     ],
     ids=repr,
 )
@@ -181,15 +183,44 @@ def test_auto_on_several_hosts(hosts: tuple[int, ...], mask: rf.Mask, name: str,
 
 
 @given(plans(size=8))
-def test_auto_crosses_borders_no_more_than_any(plan: Plan) -> None:
+def test_auto_crosses_borders_no_more_than_rotate_or_direct_and_names_what_would_cross_fewer(plan: Plan) -> None:
     by_name = {name: make_plan(plan.layout, plan.mask, plan.kv_layout, schedule=name, hosts=plan.hosts) for name in SCHEDULES}
     auto = make_plan(plan.layout, plan.mask, plan.kv_layout, hosts=plan.hosts)
     counts = {name: len(crossing(other, "blocks")) for name, other in by_name.items()}
+    on_request = counts.pop("hierarchical")
     assert counts[auto.schedule] == min(counts.values())
     if len(set(plan.hosts)) > 1:
-        others = ", ".join(f"{name} {count}" for name, count in counts.items() if name != auto.schedule)
-        assert auto.why == f"{counts[auto.schedule]} blocks cross host borders; {others}"
+        (other,) = counts.keys() - {auto.schedule}
+        hint = f"; hierarchical, on request, would cross {on_request}" if on_request < counts[auto.schedule] else ""
+        assert auto.why == f"{counts[auto.schedule]} blocks cross host borders; {other} {counts[other]}{hint}"
     assert auto.steps == by_name[auto.schedule].steps
+
+
+def with_idle(steps: Sequence[Step], gaps: Sequence[int], *, late: bool) -> list[Step]:
+    """The steps with gaps[t] idle ones before step t and the last gap behind; outer transfers run as much longer. late: and
+    over the idle steps behind their last one."""
+    idle = Step((None,) * len(steps[0].attend), (), ())
+    at = [t + sum(gaps[: t + 1]) for t in range(len(steps) + 1)]
+    made = [idle] * at[-1]
+    for t, step in enumerate(steps):
+        ends = [at[t + o.steps] if late else at[t + o.steps - 1] + 1 for o in step.outer]
+        outer = [o._replace(steps=end - at[t]) for o, end in zip(step.outer, ends, strict=True)]
+        made[at[t]] = step._replace(outer=tuple(outer))
+    return made
+
+
+@given(plans(size=8, schedules=("hierarchical",)), st.data())
+def test_idle_steps_are_left_out_also_where_outer_transfers_run_over_them(plan: Plan, data: st.DataObject) -> None:
+    n = len(plan.steps) + 1
+    gaps = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
+    for late in (False, True):
+        assert without_idle(with_idle(plan.steps, gaps, late=late)) == plan.steps
+
+
+@given(plans(size=8))
+def test_no_step_is_idle(plan: Plan) -> None:
+    assert all(step.busy for step in plan.steps)
+    assert all(t + o.steps <= len(plan.steps) for t, step in enumerate(plan.steps) for o in step.outer)
 
 
 def test_hosts_are_one_number_per_rank() -> None:

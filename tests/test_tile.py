@@ -121,21 +121,12 @@ def test_the_backward_may_be_another(kernels: SimpleNamespace, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_one_half_of_a_backward_is_left_to_the_kernel_that_makes_it_alone(
-    kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, deterministic: bool
-) -> None:
-    from ringflash.kernels import backward
-
-    monkeypatch.setattr(backward, "backward", lambda *args, **more: kernels.calls.append(("part", args, more)))
+def test_both_parts_are_told_of_deterministic(kernels: SimpleNamespace, deterministic: bool) -> None:
     picked = choose("auto", HOPPER, deterministic=deterministic)
-    arguments = ("dout", "q", "segments", "lse", "delta", 0.5)
-    for dq, dkv in (("dq", "dkv"), (None, "dkv"), ("dq", None)):
-        picked.backward(*arguments, dq, dkv)
-    assert kernels.calls == [
-        ("backward", (*arguments, "dq", "dkv"), {"add": True} | ({"deterministic": True} if deterministic else {})),
-        ("part", (*arguments, None, "dkv"), {"add": True}),
-        ("part", (*arguments, "dq", None), {"add": True}),
-    ]
+    picked.forward("q")
+    picked.backward("dout", add=False)
+    more = {"deterministic": True} if deterministic else {}
+    assert kernels.calls == [("forward", ("q",), more), ("backward", ("dout",), {"add": False, **more})]
 
 
 def test_an_untested_triton_gets_the_portable_kernels_and_one_log_line(

@@ -11,10 +11,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ringflash.kernels import backward as plain
 from ringflash.kernels import blocks, portable
 from ringflash.kernels.hopper import backward_kernel, config, host
 from ringflash.kernels.hopper.backward_copies import RANK
-from ringflash.kernels.reference import LOG2E, Segment
+from ringflash.kernels.reference import LOG2E, Segment, clear
 
 _NEVER = tl.constexpr(1 << 30)  # past every row
 _LOG2E = tl.constexpr(LOG2E)
@@ -158,8 +159,8 @@ def backward(
     lse: Tensor,
     delta: Tensor,
     scale: float,
-    dq: Tensor,
-    dkv: Sequence[tuple[Tensor, Tensor]],
+    dq: Tensor | None,
+    dkv: Sequence[tuple[Tensor, Tensor]] | None,
     *,
     add: bool = True,
     deterministic: bool = False,
@@ -169,19 +170,22 @@ def backward(
     dout, q (batch, seqlen_q, nheads_q, headdim), segments' k, v (batch, seqlen_k, nheads_k, headdim): bfloat16 or float16,
     headdim 64 or 128. lse, delta float32 (batch, nheads_q, seqlen_q). dq, dk, dv of the shapes of q, k, v: float32, contiguous.
     add=False: dk and dv are stored instead, zeros where no row sees the key. deterministic: dq too is the same to the bit
-    every time, since its parts are added in one order.
+    every time, since its parts are added in one order. Where dq or dkv is None the portable kernels make the other alone.
     """
+    if dq is None or dkv is None:
+        return plain.backward(dout, q, segments, lse, delta, scale, dq, dkv, add=add)
+    scale = float(scale)  # an integer would be compiled in
     pairs = [pair for pair in zip(segments, dkv, strict=True) if pair[0].k.numel()]
     if q.numel() == 0:
         if not add:
-            for _, grads in pairs:
-                _ = [grad.zero_() for grad in grads]
-        return
+            clear(dkv)
+        return None
     constants = replace(config.BACKWARD[q.shape[3]], FOLD=q.dtype == torch.bfloat16, DETERMINISTIC=deterministic)
     dout, q = host.loadable(dout), host.loadable(q)
     for i in range(0, len(pairs), portable.MAX_SEGMENTS):
         part, into = zip(*pairs[i : i + portable.MAX_SEGMENTS], strict=True)
         _one_launch(dout, q, part, (lse, delta), scale, dq, into, constants, add)
+    return None
 
 
 def _one_launch(dout: Tensor, q: Tensor, segments: Sequence[Segment], stats: tuple[Tensor, Tensor], scale: float, dq: Tensor,
@@ -193,8 +197,8 @@ def _one_launch(dout: Tensor, q: Tensor, segments: Sequence[Segment], stats: tup
     heads = batch * nheads_k
     row_bytes = q.shape[1] * (nheads_q // nheads_k) * headdim * 2 * q.element_size()
     chunk = min(heads, max(1, CACHE_BYTES // row_bytes))
-    ks = tuple(host.describe(host.loadable(segment.k), BLOCK_K, headdim) for segment in segments)
-    vs = tuple(host.describe(host.loadable(segment.v), BLOCK_K, headdim) for segment in segments)
+    ks = tuple(host.describe(host.keys(segment, segment.k), BLOCK_K, headdim) for segment in segments)
+    vs = tuple(host.describe(host.keys(segment, segment.v), BLOCK_K, headdim) for segment in segments)
     with portable.guard(q.device):
         rows, spans, records, counter = _prepared(segments, *stats, key_blocks, scale if c.FOLD else 1.0, c)
         turns = _turns(segments, records, (batch * nheads_q, q.shape[1]), c) if c.DETERMINISTIC else counter

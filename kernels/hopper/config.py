@@ -20,10 +20,10 @@ class Known:
 class Forward:
     """Everything that a forward kernel is compiled for.
 
-    TURNS: the two warpgroups start their products in turn. FIRST: the leftmost full block is walked early, where attention
-    sinks are. FLAT, SHORT: where the rows' sums are below FLAT times their largest p, or there are at most SHORT blocks,
+    FLAT, SHORT: where the rows' sums are below FLAT times their largest p, or there are at most SHORT blocks,
     every block moves the reference. SHIFT, LIMIT: forward_kernel. ITEMS: how many items a program takes before it makes room
-    for other kernels. WAITS: one bit for each segment that has a flag.
+    for other kernels. ADAPT: what other items needed decides as well, so that bits depend on timing. WAITS: one bit for each
+    segment that has a flag.
     """
 
     BLOCK_Q: int
@@ -37,8 +37,7 @@ class Forward:
     CARRIED: bool = False
     FINISH: bool = True
     EXACT: bool = False
-    FIRST: bool = True
-    TURNS: bool = True
+    ADAPT: bool = True
     FLAT: float = 12.0
     SHORT: int = 8
     SHIFT: float = 8.0

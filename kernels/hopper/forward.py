@@ -27,36 +27,23 @@ def forward(
     finish: bool = True,
     *,
     exact: bool = False,
+    deterministic: bool = False,
     stats: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Attend the segments, starting from `state`: -> State, or (out, lse) with `finish` (kernels/README.md has the contract).
 
     q (batch, seqlen_q, nheads_q, headdim), bfloat16 or float16, head dims as in config.FORWARD. The storage of `state` is
-    consumed. exact: the online softmax throughout. stats: int32 (2,) on q's device, to which the number of half items (64 rows
-    of one head) and of those computed twice are added.
+    consumed. exact: the online softmax throughout. deterministic: the same bits every time, also where items have to be
+    computed again. stats: int32 (2,) on q's device, to which the numbers of half items (64 rows of one head) and of those
+    computed twice are added. Raises ValueError for a segment that is waited for and that the copy engine cannot read as it lies.
     """
-    return launch(q, segments, scale, state=state, finish=finish, exact=exact, stats=stats)
-
-
-def launch(
-    q: Tensor,
-    segments: list[Segment],
-    scale: float,
-    *,
-    state: State | None = None,
-    finish: bool = True,
-    exact: bool = False,
-    stats: Tensor | None = None,
-    **changes: Any,
-) -> tuple[Tensor, ...]:
-    """`forward` with the constants a benchmark varies (fields of config.Forward) laid open."""
     parts = portable.in_launches(segments)
     if q.numel() == 0 or not parts[0]:
         return plain.forward(q, segments, scale, state, finish)
     if scale <= 0:  # the kernel takes the maximum before it scales
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     headdim, headdim_v = q.shape[3], segments[0].v.shape[3]
-    constants = _constants(headdim, headdim_v, q.dtype, exact, tuple(changes.items()))
+    constants = _constants(headdim, headdim_v, q.dtype, exact, not deterministic)
     q = host.loadable(q)
     for part in parts[:-1]:
         state = _into_state(q, part, scale, state, headdim_v, constants, stats)
@@ -68,12 +55,10 @@ def launch(
     return out, lse
 
 
-@functools.lru_cache(maxsize=256)
-def _constants(
-    headdim: int, headdim_v: int, dtype: torch.dtype, exact: bool, changes: tuple[tuple[str, Any], ...]
-) -> config.Forward:
+@functools.lru_cache(maxsize=64)
+def _constants(headdim: int, headdim_v: int, dtype: torch.dtype, exact: bool, adapt: bool) -> config.Forward:
     half = _HALF if dtype == torch.float16 else {}
-    return replace(config.FORWARD[headdim, headdim_v], **({"EXACT": exact} | half | dict(changes)))
+    return replace(config.FORWARD[headdim, headdim_v], EXACT=exact, ADAPT=adapt, **half)
 
 
 @functools.lru_cache(maxsize=256)
@@ -113,8 +98,8 @@ def _one_launch(
     items = -(-seqlen_q // c.BLOCK_Q) * heads
     chunk = portable.heads_together(portable.key_bytes(segments), group, heads)
     work = torch.zeros(2, dtype=torch.int32, device=q.device)
-    ks = tuple([host.describe(host.loadable(segment.k), c.BLOCK_K, c.HEADDIM) for segment in segments])
-    vs = tuple([host.describe(host.loadable(segment.v), c.BLOCK_K, c.HEADDIM_V) for segment in segments])
+    ks = tuple([host.describe(host.keys(segment, segment.k), c.BLOCK_K, c.HEADDIM) for segment in segments])
+    vs = tuple([host.describe(host.keys(segment, segment.v), c.BLOCK_K, c.HEADDIM_V) for segment in segments])
     begins, ends, strides = host.intervals(segments)
     readys, lates, limit_ns = host.flags(segments)
     args = (
@@ -122,7 +107,7 @@ def _one_launch(
         host.describe(acc, 64, c.HEADDIM_V) if c.CARRIED else None, host.describe(out, 64, c.HEADDIM_V),
         begins, ends, readys, lates, acc, row_max, row_sum, out, lse, work,
         portable.encode(seqlen_q, nheads_q, group, heads, chunk, items), strides,
-        portable.encode(*[segment.k.shape[1] for segment in segments]), limit_ns, scale * LOG2E, known,
+        portable.encode(*[segment.k.shape[1] for segment in segments]), limit_ns, float(scale * LOG2E), known,
     )  # fmt: skip
     grid = min(items, -(-items // c.ITEMS) + host.multiprocessors(q.device))
     with portable.guard(q.device):

@@ -43,11 +43,11 @@ def _any(x):
 
 
 @gluon.jit
-def _span(begin_ptr, end_ptr, first, seqlen_q, seqlen_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, FIRST: gl.constexpr):
+def _span(begin_ptr, end_ptr, first, seqlen_q, seqlen_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
     """What the rows of an item see of a segment: their intervals, and (hi, lo, right, full, count, masked, unseen).
 
     count blocks, `right` of them edges at the right, `full` seen whole by every row; `masked` blocks are walked first, the
-    edges and where it is needed the leftmost full one; unseen: a block may hold keys that no row sees. Rows past seqlen_q count
+    edges and the leftmost full one; unseen: a block may hold keys that no row sees. Rows past seqlen_q count
     as seeing everything.
     """
     rows = first + gl.arange(0, BLOCK_Q, layout=_ROWS)
@@ -62,12 +62,7 @@ def _span(begin_ptr, end_ptr, first, seqlen_q, seqlen_k, BLOCK_Q: gl.constexpr, 
     right = gl.minimum(gl.cdiv(gl.maximum(hi - gl.min(end, 0), 0), BLOCK_K), count)
     inner = gl.maximum(hi - gl.maximum(gl.max(begin, 0), lo), 0) // BLOCK_K
     full = gl.maximum(inner - right, 0)
-    masked = count - full
-    if full > 0:
-        if FIRST:
-            masked += 1
-        else:
-            masked += _any(valid & (end <= hi - BLOCK_K * right) & (begin >= hi - BLOCK_K * inner))
+    masked = count - full + (full > 0).to(gl.int32)
     unseen = _any(valid & (begin > end_before))
     if (hi - lo < BLOCK_K) & (hi < seqlen_k):
         unseen = 1
@@ -145,9 +140,9 @@ def producer(q_desc, k_descs, v_descs, acc_desc, smems, bars, spans, redo, done,
             place = taken
             this = item
             if again == 0:
-                # Where reruns are frequent the exact pass comes at once.
-                bad = gl.load(work_ptr + 1, volatile=True)
-                online = ((bad > 3) & (bad * 8 > item)).to(gl.int32)
+                if CONFIG.ADAPT:  # where many items had to be computed again, the others are exact at once
+                    bad = gl.load(work_ptr + 1, volatile=True)
+                    online = ((bad > 3) & (bad * 8 > item)).to(gl.int32)
                 items_smem.index(taken).store(gl.full([1], 0, gl.int32, _WORDS) + item)
                 taken += 1
                 item = sizes[5]
@@ -168,7 +163,7 @@ def producer(q_desc, k_descs, v_descs, acc_desc, smems, bars, spans, redo, done,
                 interval_at = b.to(gl.int64) * strides[s]
                 begin, end, hi, lo, right, full, count, masked, unseen = _span(
                     begins[s] + interval_at, ends[s] + interval_at, first, sizes[0], seqlens_k[s], CONFIG.BLOCK_Q,
-                    CONFIG.BLOCK_K, CONFIG.FIRST)  # fmt: skip
+                    CONFIG.BLOCK_K)  # fmt: skip
                 rows_smem.index(c % CONFIG.SLOTS).slice(0, CONFIG.BLOCK_Q).store(begin)
                 rows_smem.index(c % CONFIG.SLOTS).slice(CONFIG.BLOCK_Q, CONFIG.BLOCK_Q).store(end)
                 _post(spans, c, (place, b, h, first, hi, lo, right, full, count, masked, unseen, online), CONFIG.SLOTS)

@@ -53,13 +53,11 @@ def _step(q, smems, bars, t, end_t, ref, sums, acc, p, scale, seen, unseen, n0, 
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.BLOCK_K, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.HEADDIM_V, 16])
     LP: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
-    if CONFIG.TURNS:
-        dialect.meet(13 + WG, 256)
+    dialect.meet(13 + WG, 256)  # the two warpgroups start their products one after the other
     s_t = _scores(q, k_smem, k_full, t, LS, CONFIG)
     mbarrier.wait(v_full.index((t - 1) % CONFIG.STAGES), _phase(t - 1, CONFIG))
     acc_t = warpgroup_mma(gl.convert_layout(p, LP), _values(v_smem, t - 1, CONFIG), acc, is_async=True)
-    if CONFIG.TURNS:
-        dialect.pass_on(14 - WG, 256)
+    dialect.pass_on(14 - WG, 256)
     s = warpgroup_mma_wait(1, [s_t])
     mbarrier.arrive(k_empty.index(t % CONFIG.STAGES))
     if ONLINE:
@@ -114,7 +112,9 @@ def _attend(q, smems, bars, t, span, seen, release, scale, ref, sums, acc, onlin
     mbarrier.arrive(release)
     if not CONFIG.EXACT:
         if (online == 2) & (full > 0):
-            weight = gl.sum(gl.sum(sums, 1), 0) * (2.0**CONFIG.SHIFT / 64)
+            at = first + 64 * WG + gl.arange(0, 64, layout=gl.SliceLayout(1, sums.type.layout))
+            valid = gl.maximum(gl.minimum(last - first - 64 * WG, 64), 1)
+            weight = gl.sum(gl.where(at < last, gl.sum(sums, 1), 0.0), 0) * 2.0**CONFIG.SHIFT / valid
             online = ((weight < CONFIG.FLAT) | (count <= CONFIG.SHORT)).to(gl.int32)
     until = gl.where(online == 1, count, masked)
     for j in range(masked, until):
@@ -149,7 +149,7 @@ def _merge(ref, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr, CONFIG: gl.c
     """Add the carried state: (reference, sum, acc), untouched to the bit where the row saw nothing here."""
     ref_in = gl.load(max_ptr + row_at, mask=keep, other=-float("inf"))
     sum_in = gl.load(sum_ptr + row_at, mask=keep, other=0.0)
-    k, _ = softmax.power(total)  # whole steps between references: weights that are powers of two round nothing
+    k, _ = softmax.power(total)  # a whole step from our reference: then our weight is a power of two, which rounds nothing
     ref_new = gl.maximum(ref_in, gl.where(total > 0, ref + k, -float("inf")))
     safe = gl.where(ref_new == -float("inf"), 0.0, ref_new)
     ours = gl.where(total > 0, gl.exp2(ref - safe), 0.0)
@@ -222,7 +222,7 @@ def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, 
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.HEADDIM_V, 16])
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     RO: gl.constexpr = gl.SliceLayout(1, LO)
-    if CONFIG.TURNS and WG == 1:
+    if WG == 1:
         dialect.pass_on(13, 256)
     t = 0
     c = 0

@@ -39,6 +39,17 @@ def loadable(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
+def keys(segment: Segment, x: Tensor) -> Tensor:
+    """A segment's k or v as `loadable` gives it; ValueError where that would copy what may not have arrived."""
+    found = loadable(x)
+    if found is not x and segment.ready is not None:
+        raise ValueError(
+            "k and v of a segment with `ready` must lie so that the copy engine reads them, last dimension contiguous and the "
+            f"others at multiples of 16 bytes: strides={tuple(x.stride())}, dtype={x.dtype}; copy them before they are waited for"
+        )
+    return found
+
+
 def describe(x: Tensor, rows: int, headdim: int) -> TensorDescriptor:
     """Descriptor of x (batch, seqlen, nheads, headdim), read or written `rows` rows of one head at a time; columns past x's
     are zero.
@@ -86,8 +97,10 @@ Numbers = tuple[int, ...]
 
 def flags(segments: Sequence[Segment]) -> tuple[Pointers, Pointers, int]:
     """(readys, lates, limit_ns): the segments' flags, where to say that one did not come, and after how long."""
-    flagged = [segment for segment in segments if segment.ready is not None]
-    patient = any(segment.late is None for segment in flagged)
+    told = {segment.late is not None for segment in segments if segment.ready is not None}
+    if len(told) > 1:
+        raise ValueError("late must be given for all segments with `ready`, or for none: one clock serves a launch")
+    patient = told == {False}
     return (
         tuple([segment.begin if segment.ready is None else segment.ready for segment in segments]),
         tuple([segment.begin if segment.late is None else segment.late for segment in segments]),
