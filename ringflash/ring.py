@@ -160,9 +160,7 @@ class Ring:
         flying.extend([self._start(hops, held, partial, outer=True) for hops in turn.outer])
         return self._start(turn.hops, held, partial)
 
-    def _start(
-        self, hops: Hops, held: dict[int, Pair], partial: dict[int, Pair] | None, *, outer: bool = False
-    ) -> _Moving:
+    def _start(self, hops: Hops, held: dict[int, Pair], partial: dict[int, Pair] | None, *, outer: bool = False) -> _Moving:
         """Start transfers, K and V (and in backward dK and dV) in one batch."""
         blocks = {block: self._room_for(block, held) for block, _ in hops.recvs}
         grads: list[tuple[int, Pair]] = []

@@ -2,8 +2,8 @@
 
 - rotate: every block moves to the next rank each step and stops behind the last rank that needs it;
 - direct: a block goes straight from its owner to each rank that needs it, and nowhere else;
-- hierarchical: for ranks on several hosts, on request. A block goes into each other host on which some rank needs it, once, while the
-  ranks of that host attend the blocks that came before it; inside a host it moves as in a ring of that host alone.
+- hierarchical: on request, for ranks on several hosts. A block goes into each other host on which some rank needs it, once,
+  while the ranks of that host attend the blocks that came before it; inside a host it moves as in a ring of that host alone.
 
 dK/dV of a block go home along the same lines: rotate carries one partial from rank to rank and adds on the way, direct
 sends each rank's partial straight to the owner, hierarchical adds up a host's partials before they leave it, once. Either

@@ -126,8 +126,8 @@ def test_bytes_over_host_borders(hosts: Sequence[int], schedule: str) -> None:
 def test_hosts_and_what_crosses_their_borders_are_in_the_report() -> None:
     layout = rf.layouts.zigzag(65536, 8)
     text = str(rf.explain(*shards(layout), layout=layout, mask=CAUSAL, hosts=[0] * 4 + [1] * 4))
-    assert "schedule   hierarchical (8 blocks cross host borders; rotate 14, direct 32)" in text
-    assert "hosts      2; 48 MiB of K and V cross their borders, in backward 96 MiB of dK and dV besides" in text
+    assert "schedule   rotate (14 blocks cross host borders; direct 32; hierarchical, on request, would cross 8)" in text
+    assert "hosts      2; 84 MiB of K and V cross their borders, in backward 168 MiB of dK and dV besides" in text
     assert max(map(len, text.splitlines())) <= 128
 
 

@@ -35,7 +35,9 @@ def forward(
     q (batch, seqlen_q, nheads_q, headdim), bfloat16 or float16, head dims as in config.FORWARD. The storage of `state` is
     consumed. exact: the online softmax throughout. deterministic: the same bits every time, also where items have to be
     computed again. stats: int32 (2,) on q's device, to which the numbers of half items (64 rows of one head) and of those
-    computed twice are added. Raises ValueError for a segment that is waited for and that the copy engine cannot read as it lies.
+    computed twice are added.
+
+    Raises ValueError for a segment that is waited for and that the copy engine cannot read as it lies.
     """
     parts = portable.in_launches(segments)
     if q.numel() == 0 or not parts[0]:

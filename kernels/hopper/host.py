@@ -45,7 +45,7 @@ def keys(segment: Segment, x: Tensor) -> Tensor:
     if found is not x and segment.ready is not None:
         raise ValueError(
             "k and v of a segment with `ready` must lie so that the copy engine reads them, last dimension contiguous and the "
-            f"others at multiples of 16 bytes: strides={tuple(x.stride())}, dtype={x.dtype}; copy them before they are waited for"
+            f"others at multiples of 16 bytes: strides={tuple(x.stride())}, dtype={x.dtype}; copy them first"
         )
     return found
 
