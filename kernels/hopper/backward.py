@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ringflash.kernels import backward as plain
 from ringflash.kernels import blocks, portable
 from ringflash.kernels.hopper import backward_kernel, config, host
-from ringflash.kernels.hopper.backward_copies import RANK
+from ringflash.kernels.hopper.backward_copies import ORDER
 from ringflash.kernels.reference import LOG2E, Segment, clear
 
 _NEVER = tl.constexpr(1 << 30)  # past every row
@@ -120,10 +120,10 @@ def _prepare(lse_ptr, delta_ptr, stats_ptr, begins, ends, strides, waits, readys
 
 
 @triton.jit
-def _rank(records_ptr, table_ptr, key_blocks, sizes, SEGMENTS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """In which order key blocks add to a tile of rows: block j of a segment comes after table[segment, tile] + RANK of j.
+def _order(records_ptr, table_ptr, key_blocks, sizes, SEGMENTS: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """In which order key blocks add to a tile of rows: block j of a segment comes after table[segment, tile] + ORDER of j.
 
-    RANK: how many blocks of the segment before j have tiles. Of these, those whose rows end before the tile do not touch
+    ORDER: how many blocks of the segment before j have tiles. Of these, those whose rows end before the tile do not touch
     it, all others do, since rows' ends and begins do not decrease; and blocks of earlier segments come first.
     """
     total, tiles = blocks.size32(sizes[0]), blocks.size32(sizes[1])
@@ -143,7 +143,7 @@ def _rank(records_ptr, table_ptr, key_blocks, sizes, SEGMENTS: tl.constexpr, BLO
             hi = lo + BLOCK_Q * tl.load(records_ptr + block * 32 + 3, mask=block < number, other=0)
             some = (hi > lo).to(tl.int32)
             if tl.program_id(1) == 0:
-                tl.store(records_ptr + block * 32 + RANK, count + tl.cumsum(some, 0) - some, mask=block < number)
+                tl.store(records_ptr + block * 32 + ORDER, count + tl.cumsum(some, 0) - some, mask=block < number)
             count += tl.sum(some, 0)
             ended += tl.sum(tl.where(hi[None, :] <= row, some[None, :], 0), 1)
             touched += tl.sum(tl.where((lo[None, :] <= row) & (row < hi[None, :]), some[None, :], 0), 1)
@@ -241,12 +241,12 @@ def _prepared(segments: Sequence[Segment], lse: Tensor, delta: Tensor, key_block
 
 
 def _turns(segments: Sequence[Segment], records: Tensor, rows: tuple[int, int], c: config.Backward) -> Tensor:
-    """Whose turn it is at each (head, tile of rows), all 0; then per record's batch row, segment and tile, what _rank says."""
+    """Whose turn it is at each (head, tile of rows), all 0; then per record's batch row, segment and tile, what _order says."""
     heads, tiles = rows[0], -(-rows[1] // c.BLOCK_Q)
     key_blocks = [-(-segment.k.shape[1] // BLOCK_K) for segment in segments]
     batch = records.shape[0] // sum(key_blocks)
     turns = torch.zeros((heads + batch * len(segments)) * tiles, dtype=torch.int32, device=records.device)
-    _rank[(batch, -(-tiles // 64))](  # pyright: ignore[reportIndexIssue]
+    _order[(batch, -(-tiles // 64))](  # pyright: ignore[reportIndexIssue]
         records, turns[heads * tiles :], portable.encode(*key_blocks), portable.encode(sum(key_blocks), tiles),
         SEGMENTS=len(segments), BLOCK_Q=c.BLOCK_Q, num_warps=4,
     )  # fmt: skip

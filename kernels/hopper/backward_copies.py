@@ -8,8 +8,8 @@ from ringflash.kernels.hopper import dialect
 
 # Words of a record. The host's: first row; edge tiles left of the full ones, edge tiles, tiles; rows of the full tiles; whether
 # a key of the block is seen by no row; segment, first key, keys of the segment; whether to wait for it, the addresses of its
-# flag and of the word that says late; backward._rank's. The copy warp's: batch, key head, first full tile's row and the way on.
-LO, LEFT, EDGES, TILES, FULL_LO, FULL_HI, UNSEEN, SEGMENT, KEY, LENGTH, WAIT, READY, READY_HI, LATE, LATE_HI, RANK = (
+# flag and of the word that says late; backward._order's. The copy warp's: batch, key head, first full tile's row, the way on.
+LO, LEFT, EDGES, TILES, FULL_LO, FULL_HI, UNSEEN, SEGMENT, KEY, LENGTH, WAIT, READY, READY_HI, LATE, LATE_HI, ORDER = (
     gl.constexpr(i) for i in range(16)
 )
 BATCH, HEAD, FIRST, STEP = (gl.constexpr(i) for i in range(16, 20))
@@ -18,8 +18,6 @@ BATCH, HEAD, FIRST, STEP = (gl.constexpr(i) for i in range(16, 20))
 STAGED, FREE, READ = (gl.constexpr(i) for i in (6, 8, 10))
 
 # A word a lane, of the copy warps and of a warpgroup.
-WORDS = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
@@ -31,12 +29,6 @@ def place_of(c, N: gl.constexpr):
         return c & 1, (c >> 1) & 1
     else:
         return c % N, (c // N) & 1
-
-
-@gluon.jit
-def word_of(record, i: gl.constexpr, LAYOUT: gl.constexpr):
-    """Word i of a record in shared memory, for a role whose threads are LAYOUT."""
-    return gl.max(record.slice(i, 1).load(LAYOUT), 0)
 
 
 @gluon.jit
@@ -89,9 +81,9 @@ def row_of(t, words, CONFIG: gl.constexpr):
 @gluon.jit
 def _words_of(record, LAYOUT: gl.constexpr):
     """What row_of wants of a record in shared memory."""
-    return (word_of(record, LO, LAYOUT), word_of(record, LEFT, LAYOUT), word_of(record, EDGES, LAYOUT),
-            word_of(record, TILES, LAYOUT), word_of(record, FULL_LO, LAYOUT), word_of(record, FULL_HI, LAYOUT),
-            word_of(record, FIRST, LAYOUT), word_of(record, STEP, LAYOUT))  # fmt: skip
+    return (dialect.word(record, LO, LAYOUT), dialect.word(record, LEFT, LAYOUT), dialect.word(record, EDGES, LAYOUT),
+            dialect.word(record, TILES, LAYOUT), dialect.word(record, FULL_LO, LAYOUT), dialect.word(record, FULL_HI, LAYOUT),
+            dialect.word(record, FIRST, LAYOUT), dialect.word(record, STEP, LAYOUT))  # fmt: skip
 
 
 @gluon.jit
@@ -155,7 +147,7 @@ def producer(descs, k_descs, v_descs, smems, bars, pointers, numbers, CONFIG: gl
     kv_full, full, told = bars
     counter_ptr, records_ptr = pointers
     blocks, heads, chunk, nheads_k, group, record_stride, wave, limit_ns = numbers
-    word = gl.arange(0, 32, layout=WORDS)
+    word = gl.arange(0, 32, layout=dialect.WARP)
     # Not the program's number: an item may wait for those below it (dQ's order), which have been taken then.
     item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     b, hk, block = _item_at(item, blocks, heads, chunk, nheads_k)
@@ -191,20 +183,18 @@ def producer(descs, k_descs, v_descs, smems, bars, pointers, numbers, CONFIG: gl
 
 
 @gluon.jit
-def _await_turn(turn_ptr, rank_ptr, rank):
+def _await_turn(turn_ptr, before_ptr, order):
     """Spin until all that come before have added to the tile; those were taken earlier, by programs that run or ran."""
-    rank += gl.load(rank_ptr)
-    while gl.atomic_add(turn_ptr, 0, sem="acquire", scope="gpu") != rank:
+    order += gl.load(before_ptr)
+    while gl.atomic_add(turn_ptr, 0, sem="acquire", scope="gpu") != order:
         pass
-    lanes = gl.arange(0, 32, layout=WORDS)
-    asm: gl.constexpr = "fence.proxy.async.global; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(asm, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
+    dialect.let_copies_follow()
 
 
 @gluon.jit
 def _end_turn(turn_ptr):
     """Once this tile's additions are done (not only read from here), it is the next one's turn."""
-    lanes = gl.arange(0, 32, layout=WORDS)
+    lanes = gl.arange(0, 32, layout=dialect.WARP)
     asm: gl.constexpr = (
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; fence.proxy.async.global; fence.acq_rel.gpu; mov.b32 $0, $1;"
     )
@@ -221,21 +211,23 @@ def dq_warp(dq_desc, smems, bars, turns_ptr, numbers, CONFIG: gl.constexpr):
     for i in gl.static_range(CONFIG.PLACES):
         named("bar.arrive", FREE + i, 288, 1)
     mbarrier.wait(told.index(0), 0)
-    words = _words_of(record_smem, WORDS)
-    b, head, tiles = word_of(record_smem, BATCH, WORDS), word_of(record_smem, HEAD, WORDS), word_of(record_smem, TILES, WORDS)
+    words = _words_of(record_smem, dialect.WARP)
+    b, head = dialect.word(record_smem, BATCH, dialect.WARP), dialect.word(record_smem, HEAD, dialect.WARP)
+    tiles = dialect.word(record_smem, TILES, dialect.WARP)
     if CONFIG.DETERMINISTIC:
         row_tiles = (dq_desc.shape[1].to(gl.int32) + CONFIG.BLOCK_Q - 1) // CONFIG.BLOCK_Q
         turns_at = turns_ptr + (b * nheads_k + head) * group * row_tiles
-        ranks_at = turns_ptr + heads * group * row_tiles
-        ranks_at += (gl.where(record_stride > 0, b, 0) * CONFIG.SEGMENTS + word_of(record_smem, SEGMENT, WORDS)) * row_tiles
-        rank = word_of(record_smem, RANK, WORDS)
+        before_at = turns_ptr + heads * group * row_tiles
+        segment = dialect.word(record_smem, SEGMENT, dialect.WARP)
+        before_at += (gl.where(record_stride > 0, b, 0) * CONFIG.SEGMENTS + segment) * row_tiles
+        order = dialect.word(record_smem, ORDER, dialect.WARP)
     for i in range(tiles * group):
         row, g = row_of(i // group, words, CONFIG), i % group
         place, parity = place_of(i, CONFIG.PLACES)
         named("bar.sync", STAGED + place, 288, 1)
         if CONFIG.DETERMINISTIC:
             turn = turns_at + g * row_tiles + row // CONFIG.BLOCK_Q
-            _await_turn(turn, ranks_at + row // CONFIG.BLOCK_Q, rank)
+            _await_turn(turn, before_at + row // CONFIG.BLOCK_Q, order)
         for w in gl.static_range(2):
             _add_dq(dq_desc, dq_smem.index(place * 2 + w), w, b, row, head * group + g, CONFIG)
         tma.store_wait(0)

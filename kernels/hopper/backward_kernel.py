@@ -19,7 +19,6 @@ from ringflash.kernels.hopper.backward_copies import (
     EDGES,
     FREE,
     FULL_HI,
-    GROUP,
     HEAD,
     KEY,
     LEFT,
@@ -32,20 +31,11 @@ from ringflash.kernels.hopper.backward_copies import (
     edge_row,
     named,
     producer,
-    word_of,
 )
 from ringflash.kernels.hopper.backward_tile import tile
 
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, and later
 _ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-
-
-@gluon.jit
-def _pick(xs, s, SEGMENTS: gl.constexpr):
-    x = xs[0]
-    for i in gl.static_range(1, SEGMENTS):
-        x = gl.where(s == i, xs[i], x)
-    return x
 
 
 @gluon.jit
@@ -78,14 +68,14 @@ def _end(record, part: gl.constexpr, CONFIG: gl.constexpr):
 
     DETERMINISTIC walks down: the edges right of the full tiles, these, the edges left of them.
     """
-    edges, tiles = word_of(record, EDGES, GROUP), word_of(record, TILES, GROUP)
+    edges, tiles = dialect.word(record, EDGES), dialect.word(record, TILES)
     if part < 0:
         return tiles * 0
     elif part == 2:
         return tiles
     else:
         end = edges if part == 0 else tiles
-        return end - word_of(record, LEFT, GROUP) if CONFIG.DETERMINISTIC else end
+        return end - dialect.word(record, LEFT) if CONFIG.DETERMINISTIC else end
 
 
 @gluon.jit
@@ -96,8 +86,8 @@ def _walk(record, dk, dv, smems, bars, scale2, scale, group, WG: gl.constexpr, C
         for i in range(_end(record, part - 1, CONFIG) * group, _end(record, part, CONFIG) * group):
             row = 0
             if part != 1:
-                row = edge_row(i // group, word_of(record, LO, GROUP), word_of(record, LEFT, GROUP),
-                               word_of(record, TILES, GROUP), word_of(record, FULL_HI, GROUP), CONFIG)  # fmt: skip
+                row = edge_row(i // group, dialect.word(record, LO), dialect.word(record, LEFT),
+                               dialect.word(record, TILES), dialect.word(record, FULL_HI), CONFIG)  # fmt: skip
             dk, dv = tile(i, row, dk, dv, smems, bars, scale2, scale, WG, part != 1, CONFIG)
     return dk, dv
 
@@ -111,9 +101,9 @@ def _consumer(WG: gl.constexpr, smems, bars, dks, dvs, nheads_k, group, scale2, 
     dk = gl.zeros([64, CONFIG.HEADDIM], gl.float32, LD)
     dv = gl.zeros([64, CONFIG.HEADDIM], gl.float32, LD)
     mbarrier.wait(told.index(0), 0)
-    if word_of(record, TILES, GROUP) > 0:
+    if dialect.word(record, TILES) > 0:
         mbarrier.wait(kv_full.index(0), 0)
-        if word_of(record, UNSEEN, GROUP) > 0:
+        if dialect.word(record, UNSEEN) > 0:
             _zero_unseen(k_smem.index(0), spans_smem, WG, CONFIG)
             _zero_unseen(v_smem.index(0), spans_smem, WG, CONFIG)
             fence_async_shared()
@@ -121,11 +111,11 @@ def _consumer(WG: gl.constexpr, smems, bars, dks, dvs, nheads_k, group, scale2, 
         dk, dv = _walk(record, dk, dv, smems, bars, scale2, scale, group, WG, CONFIG)
     if not CONFIG.FOLD:
         dk = dk * scale
-    if (word_of(record, TILES, GROUP) > 0) | (add == 0):
-        s, key, length = word_of(record, SEGMENT, GROUP), word_of(record, KEY, GROUP), word_of(record, LENGTH, GROUP)
-        b, hk = word_of(record, BATCH, GROUP), word_of(record, HEAD, GROUP)
-        _add(_pick(dks, s, CONFIG.SEGMENTS), dk, b, key, length, hk, nheads_k, add, WG, CONFIG.HEADDIM)
-        _add(_pick(dvs, s, CONFIG.SEGMENTS), dv, b, key, length, hk, nheads_k, add, WG, CONFIG.HEADDIM)
+    if (dialect.word(record, TILES) > 0) | (add == 0):
+        s, key, length = dialect.word(record, SEGMENT), dialect.word(record, KEY), dialect.word(record, LENGTH)
+        b, hk = dialect.word(record, BATCH), dialect.word(record, HEAD)
+        _add(dialect.pick(dks, s, CONFIG.SEGMENTS), dk, b, key, length, hk, nheads_k, add, WG, CONFIG.HEADDIM)
+        _add(dialect.pick(dvs, s, CONFIG.SEGMENTS), dv, b, key, length, hk, nheads_k, add, WG, CONFIG.HEADDIM)
     for i in gl.static_range(CONFIG.PLACES):
         named("bar.sync", FREE + i, 288, 4)
 

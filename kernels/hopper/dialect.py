@@ -25,9 +25,11 @@ def reinterpret(smem, dtype, *, shape, layout, _semantic=None):
     return method(dtype, shape, layout, _semantic=_semantic)
 
 
-# One number per thread of a warpgroup, or of a warp: what inline assembly is run on.
-_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-_LANES_1 = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+# One number per thread of a warpgroup, or of a warp: scalars out of shared memory, and what inline assembly is run on.
+GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+
+NEVER = gl.constexpr(1 << 30)  # past every key
 
 
 @gluon.jit
@@ -46,6 +48,21 @@ def numbers(xs, N: gl.constexpr):
 
 
 @gluon.jit
+def pick(xs, s, SEGMENTS: gl.constexpr):
+    """xs[s] for a run-time s: a chain of selects."""
+    x = xs[0]
+    for i in gl.static_range(1, SEGMENTS):
+        x = gl.where(s == i, xs[i], x)
+    return x
+
+
+@gluon.jit
+def word(record, i: gl.constexpr, LAYOUT: gl.constexpr = GROUP):
+    """Word i of a record in shared memory, for a role whose threads are LAYOUT."""
+    return gl.max(record.slice(i, 1).load(LAYOUT), 0)
+
+
+@gluon.jit
 def barriers(N: gl.constexpr, COUNT: gl.constexpr):
     """N mbarriers in shared memory that complete a phase after COUNT arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
@@ -57,7 +74,7 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit
 def meet(ID: gl.constexpr, THREADS: gl.constexpr):
     """Named barrier of the warpgroups that call it (Triton itself uses 0, 1 and the first few)."""
-    lanes = gl.arange(0, 128, layout=_LANES)
+    lanes = gl.arange(0, 128, layout=GROUP)
     asm: gl.constexpr = f"bar.sync {ID}, {THREADS}; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -65,7 +82,7 @@ def meet(ID: gl.constexpr, THREADS: gl.constexpr):
 @gluon.jit
 def pass_on(ID: gl.constexpr, THREADS: gl.constexpr):
     """Arrive at a named barrier without waiting."""
-    lanes = gl.arange(0, 128, layout=_LANES)
+    lanes = gl.arange(0, 128, layout=GROUP)
     asm: gl.constexpr = f"bar.arrive {ID}, {THREADS}; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -79,10 +96,18 @@ def where_below(x, i, n):
 
 @gluon.jit
 def _clock():
-    lanes = gl.arange(0, 32, layout=_LANES_1)
+    lanes = gl.arange(0, 32, layout=WARP)
     asm: gl.constexpr = "mov.u64 $0, %globaltimer;"
     now = gl.inline_asm_elementwise(asm, "=l,r", [lanes], dtype=gl.int64, is_pure=False, pack=1)
     return gl.max(now, 0)
+
+
+@gluon.jit
+def let_copies_follow():
+    """Order what the copy engine does for this warp from here on behind what the warp has read."""
+    lanes = gl.arange(0, 32, layout=WARP)
+    asm: gl.constexpr = "fence.proxy.async.global; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(asm, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -97,6 +122,4 @@ def wait_ready(ready_ptr, late_ptr, limit_ns):
                 if _clock() - begin > limit_ns:
                     gl.store(late_ptr, 1)
                     flag = flag + 1
-    lanes = gl.arange(0, 32, layout=_LANES_1)
-    asm: gl.constexpr = "fence.proxy.async.global; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(asm, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
+    let_copies_follow()

@@ -9,9 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ringflash.kernels.hopper import dialect
 
-_NEVER = gl.constexpr(1 << 30)  # past every key
 _ROWS = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
-_WORDS = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 # Words of a span's record.
 PLACE, BATCH, HEAD, FIRST, HI, LO, RIGHT, FULL, COUNT, MASKED, UNSEEN, ONLINE = (gl.constexpr(i) for i in range(12))
@@ -53,11 +51,11 @@ def _span(begin_ptr, end_ptr, first, seqlen_q, seqlen_k, BLOCK_Q: gl.constexpr, 
     rows = first + gl.arange(0, BLOCK_Q, layout=_ROWS)
     valid = rows < seqlen_q
     begin = gl.load(begin_ptr + rows, mask=valid, other=0)
-    end = gl.load(end_ptr + rows, mask=valid, other=_NEVER)
-    end_before = gl.load(end_ptr + rows - 1, mask=valid & (rows > first), other=_NEVER)
+    end = gl.load(end_ptr + rows, mask=valid, other=dialect.NEVER)
+    end_before = gl.load(end_ptr + rows - 1, mask=valid & (rows > first), other=dialect.NEVER)
     filled = valid & (begin < end)
     hi = gl.max(gl.where(filled, end, 0), 0)
-    lo = gl.minimum(gl.min(gl.where(filled, begin, _NEVER), 0), hi)
+    lo = gl.minimum(gl.min(gl.where(filled, begin, dialect.NEVER), 0), hi)
     count = gl.cdiv(hi - lo, BLOCK_K)
     right = gl.minimum(gl.cdiv(gl.maximum(hi - gl.min(end, 0), 0), BLOCK_K), count)
     inner = gl.maximum(hi - gl.maximum(gl.max(begin, 0), lo), 0) // BLOCK_K
@@ -73,8 +71,8 @@ def _span(begin_ptr, end_ptr, first, seqlen_q, seqlen_k, BLOCK_Q: gl.constexpr, 
 def _post(spans, c, words, SLOTS: gl.constexpr):
     """Write a record (intervals are there already) and let both warpgroups see it."""
     info, rows, full, empty = spans
-    at = gl.arange(0, 16, layout=_WORDS)
-    record = gl.full([16], 0, gl.int32, _WORDS)
+    at = gl.arange(0, 16, layout=dialect.WARP)
+    record = gl.full([16], 0, gl.int32, dialect.WARP)
     for i in gl.static_range(12):
         record = gl.where(at == i, words[i], record)
     info.index(c % SLOTS).store(record)
@@ -143,14 +141,14 @@ def producer(q_desc, k_descs, v_descs, acc_desc, smems, bars, spans, redo, done,
                 if CONFIG.ADAPT:  # where many items had to be computed again, the others are exact at once
                     bad = gl.load(work_ptr + 1, volatile=True)
                     online = ((bad > 3) & (bad * 8 > item)).to(gl.int32)
-                items_smem.index(taken).store(gl.full([1], 0, gl.int32, _WORDS) + item)
+                items_smem.index(taken).store(gl.full([1], 0, gl.int32, dialect.WARP) + item)
                 taken += 1
                 item = sizes[5]
                 if taken < CONFIG.ITEMS:
                     item = gl.atomic_add(work_ptr, 1, sem="relaxed")
             else:
                 place = at
-                this = gl.max(items_smem.index(at).load(_WORDS), 0)
+                this = gl.max(items_smem.index(at).load(dialect.WARP), 0)
                 at += 1
             b, h, first = _item(this, sizes, CONFIG.BLOCK_Q)
             hk = h // sizes[2]
@@ -193,4 +191,4 @@ def producer(q_desc, k_descs, v_descs, acc_desc, smems, bars, spans, redo, done,
 @gluon.jit
 def _flag(bad_smem, i):
     """Whether either warpgroup wants item i computed again."""
-    return gl.max(bad_smem.index(2 * i).load(_WORDS), 0) + gl.max(bad_smem.index(2 * i + 1).load(_WORDS), 0)
+    return gl.max(bad_smem.index(2 * i).load(dialect.WARP), 0) + gl.max(bad_smem.index(2 * i + 1).load(dialect.WARP), 0)

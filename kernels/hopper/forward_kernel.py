@@ -22,11 +22,10 @@ from ringflash.kernels.hopper import forward_copies as copies
 from ringflash.kernels.hopper import forward_softmax as softmax
 
 _LN2 = gl.constexpr(0.6931471805599453)
-_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def _scores(q, k_smem, k_full, t, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+def _scores(q, k_smem, t, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
     """Start q k^T of block t."""
     k = k_smem.index(t % CONFIG.STAGES).reshape([CONFIG.BLOCK_K, CONFIG.HEADDIM])
     zero = gl.zeros([64, CONFIG.BLOCK_K], gl.float32, LAYOUT)
@@ -54,7 +53,7 @@ def _step(q, smems, bars, t, end_t, ref, sums, acc, p, scale, seen, unseen, n0, 
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.HEADDIM_V, 16])
     LP: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     dialect.meet(13 + WG, 256)  # the two warpgroups start their products one after the other
-    s_t = _scores(q, k_smem, k_full, t, LS, CONFIG)
+    s_t = _scores(q, k_smem, t, LS, CONFIG)
     mbarrier.wait(v_full.index((t - 1) % CONFIG.STAGES), _phase(t - 1, CONFIG))
     acc_t = warpgroup_mma(gl.convert_layout(p, LP), _values(v_smem, t - 1, CONFIG), acc, is_async=True)
     dialect.pass_on(14 - WG, 256)
@@ -96,7 +95,7 @@ def _attend(q, smems, bars, t, span, seen, release, scale, ref, sums, acc, onlin
     end_t = t + count
     n0, n1 = copies.block_at(0, hi, lo, right, full, edges, CONFIG.BLOCK_K)
     mbarrier.wait(k_full.index(t % CONFIG.STAGES), _phase(t, CONFIG))
-    s = warpgroup_mma_wait(0, [_scores(q, k_smem, k_full, t, LS, CONFIG)])
+    s = warpgroup_mma_wait(0, [_scores(q, k_smem, t, LS, CONFIG)])
     mbarrier.arrive(k_empty.index(t % CONFIG.STAGES))
     p, ref, sums, alpha = softmax.online(s, ref, sums, scale, rows, n0, n1, WG, True, CONFIG)
     acc = acc * softmax.rows(alpha, acc)
@@ -132,19 +131,6 @@ def _attend(q, smems, bars, t, span, seen, release, scale, ref, sums, acc, onlin
 
 
 @gluon.jit
-def _word(info, i: gl.constexpr):
-    return gl.max(info.slice(i, 1).load(_GROUP), 0)
-
-
-@gluon.jit
-def _pick(xs, s, SEGMENTS: gl.constexpr):
-    x = xs[0]
-    for i in gl.static_range(1, SEGMENTS):
-        x = gl.where(s == i, xs[i], x)
-    return x
-
-
-@gluon.jit
 def _merge(ref, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr, CONFIG: gl.constexpr):
     """Add the carried state: (reference, sum, acc), untouched to the bit where the row saw nothing here."""
     ref_in = gl.load(max_ptr + row_at, mask=keep, other=-float("inf"))
@@ -167,11 +153,11 @@ def _verdict(total, acc, keep, passes, bad, work_ptr, CONFIG: gl.constexpr):
             wrong = gl.where(total <= CONFIG.LIMIT, 0, 1)
             wrong = gl.maximum(wrong, gl.convert_layout(gl.max(gl.where(acc * 0.0 == 0.0, 0, 1), 1), total.type.layout))
             store = 1 - gl.max(gl.where(keep, wrong, 0), 0)
-            bad.store(gl.full([1], 0, gl.int32, _GROUP) + (1 - store))
+            bad.store(gl.full([1], 0, gl.int32, dialect.GROUP) + (1 - store))
             if store == 0:
                 gl.atomic_add(work_ptr + 1, 1, sem="relaxed")
         else:
-            store = gl.max(bad.load(_GROUP), 0)
+            store = gl.max(bad.load(dialect.GROUP), 0)
     return store
 
 
@@ -231,7 +217,7 @@ def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, 
     while passes < CONFIG.PASSES:
         slot = c % CONFIG.SLOTS
         mbarrier.wait(span_full.index(slot), (c // CONFIG.SLOTS) & 1)
-        place = _word(info.index(slot), copies.PLACE)
+        place = dialect.word(info.index(slot), copies.PLACE)
         if place < 0:
             mbarrier.arrive(span_empty.index(slot))
             c += 1
@@ -239,13 +225,13 @@ def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, 
             if passes < CONFIG.PASSES:
                 mbarrier.arrive(done.index(0))
         else:
-            b = _word(info.index(slot), copies.BATCH)
-            h = _word(info.index(slot), copies.HEAD)
-            first = _word(info.index(slot), copies.FIRST)
+            b = dialect.word(info.index(slot), copies.BATCH)
+            h = dialect.word(info.index(slot), copies.HEAD)
+            first = dialect.word(info.index(slot), copies.FIRST)
             last = gl.minimum(first + CONFIG.BLOCK_Q, sizes[0])
             online = 1
             if not CONFIG.EXACT:
-                online = 2 - _word(info.index(slot), copies.ONLINE)
+                online = 2 - dialect.word(info.index(slot), copies.ONLINE)
             mbarrier.wait(q_full.index(WG), n & 1)
             q = q_smem.index(WG).reshape([64, CONFIG.HEADDIM])
             if CONFIG.Q_REGS:
@@ -262,17 +248,17 @@ def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, 
                 slot = c % CONFIG.SLOTS
                 mbarrier.wait(span_full.index(slot), (c // CONFIG.SLOTS) & 1)
                 word = info.index(slot)
-                hi, lo = _word(word, copies.HI), _word(word, copies.LO)
-                count = _word(word, copies.COUNT)
-                span = (_word(word, copies.RIGHT), _word(word, copies.FULL), count, _word(word, copies.MASKED),
-                        _word(word, copies.UNSEEN))  # fmt: skip
+                hi, lo = dialect.word(word, copies.HI), dialect.word(word, copies.LO)
+                count = dialect.word(word, copies.COUNT)
+                span = (dialect.word(word, copies.RIGHT), dialect.word(word, copies.FULL), count,
+                        dialect.word(word, copies.MASKED), dialect.word(word, copies.UNSEEN))  # fmt: skip
                 c += 1
                 if count == 0:
                     mbarrier.arrive(span_empty.index(slot))
                 else:
-                    interval_at = b.to(gl.int64) * _pick(strides, s, CONFIG.SEGMENTS)
-                    begin_ptr = _pick(begins, s, CONFIG.SEGMENTS) + interval_at
-                    end_ptr = _pick(ends, s, CONFIG.SEGMENTS) + interval_at
+                    interval_at = b.to(gl.int64) * dialect.pick(strides, s, CONFIG.SEGMENTS)
+                    begin_ptr = dialect.pick(begins, s, CONFIG.SEGMENTS) + interval_at
+                    end_ptr = dialect.pick(ends, s, CONFIG.SEGMENTS) + interval_at
                     seen = (rows_smem.index(slot), lo, hi, begin_ptr, end_ptr, first, last)
                     ref, sums, acc, online = _attend(q, smems, bars, t, span, seen, span_empty.index(slot), scale, ref, sums,
                                                      acc, online, WG, CONFIG)  # fmt: skip

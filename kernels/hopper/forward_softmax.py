@@ -6,8 +6,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ringflash.kernels.hopper import dialect
 
-_NEVER = gl.constexpr(1 << 30)  # past every key
-
 
 @gluon.jit
 def row_sum(p, BLOCK_K: gl.constexpr):
@@ -68,7 +66,7 @@ def zero_unseen(v, WG: gl.constexpr, n0, lo, hi, begin_ptr, end_ptr, first, last
             further = ended + (CONFIG.BLOCK_Q >> i)
             inside = further <= last - first
             ended = gl.where(inside & (gl.load(end_ptr + first + further - 1, mask=inside, other=0) <= keys), further, ended)
-        begins = gl.load(begin_ptr + first + ended, mask=ended < last - first, other=_NEVER)
+        begins = gl.load(begin_ptr + first + ended, mask=ended < last - first, other=dialect.NEVER)
         seen = (begins <= keys) & (keys >= lo) & (keys < hi)
         v_rows = v.slice(WG * HALF + part * 16, 16)
         v_rows.store(gl.where(seen[:, None], v_rows.load(L), 0.0).to(v.dtype))
