@@ -47,7 +47,7 @@ class Transport(Protocol):
     ) -> _Pending:
         """Start all transfers, (contiguous tensor, other rank) each, in one batch.
 
-        outer: they go between hosts and are waited for later than exchanges that start after them, which must not wait.
+        outer: they go between hosts and are waited for later than exchanges that start after them.
         """
         ...
 

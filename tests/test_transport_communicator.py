@@ -165,11 +165,4 @@ def test_wrong_kinds(group: object) -> None:
 def test_a_communicator_knows_its_defaults() -> None:
     comm = Communicator(0, 1, (0,))
     assert (comm.calls, comm.check, comm.word_left()) == (0, "first", None)
-    assert (comm.hosts, comm.outer, Communicator(1, 3, (0, 1, 2)).hosts) == ((0,), None, (0, 0, 0))
-
-
-def test_only_gpus_have_a_group_of_their_own_for_outer_transfers() -> None:
-    """Over gloo transfers of one group do not wait for each other."""
-    cpu, cuda, outer = (mock.Mock() for _ in range(3))
-    comm = Communicator(0, 2, (0, 1), {"cpu": cpu, "cuda": cuda}, (0, 1), outer)
-    assert [comm.group_for(kind, outer=far) for kind in ("cpu", "cuda") for far in (False, True)] == [cpu, cpu, cuda, outer]
+    assert (comm.hosts, Communicator(1, 3, (0, 1, 2)).hosts) == ((0,), (0, 0, 0))

@@ -29,8 +29,7 @@ class Communicator:
     """One ring's membership. `rank` and `size` are places in sequence order; `ranks` the global rank of each place.
 
     groups holds a process group of the ring's own per device type, so that its traffic never mixes with the caller's.
-    hosts: the number of each rank's host, by host name; the first rank's is 0. outer: where there are several and NCCL between
-    them, a group of its own for long transfers, since those of one NCCL group wait for each other.
+    hosts: the number of each rank's host, by host name; the first rank's is 0.
     calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode that the
     ring's first call agreed. left: why this rank did not join an exchange that the others may wait for.
     message_bytes: the size of a message of gather_bytes.
@@ -41,7 +40,6 @@ class Communicator:
     ranks: tuple[int, ...]
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     hosts: tuple[int, ...] = ()
-    outer: ProcessGroup | None = None
     calls: int = 0
     check: str = "first"
     left: str | None = None
@@ -105,15 +103,15 @@ class Communicator:
         by_global = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
         return [by_global[r][:n].movedim(0, dim) for r, n in zip(self.ranks, lengths, strict=True)]
 
-    def group_for(self, device_type: str, *, outer: bool = False) -> ProcessGroup:
-        """The ring's group for tensors of this device type. outer: for transfers that others must not wait for."""
+    def group_for(self, device_type: str) -> ProcessGroup:
+        """The ring's group for tensors of this device type."""
         if device_type not in self.groups:
             has = " and ".join(sorted(self.groups))
             raise ValueError(
                 f"group must move {device_type} tensors: its backend serves {has} only; "
                 "use init_process_group() without a backend, or nccl for GPUs and gloo for CPUs"
             )
-        return self.outer if outer and device_type == "cuda" and self.outer is not None else self.groups[device_type]
+        return self.groups[device_type]
 
     def alive(self) -> bool:
         """Whether the ring's process groups still exist: destroy_process_group ends them with all others."""
@@ -200,8 +198,6 @@ def _made(parent: ProcessGroup, ranks: tuple[int, ...], rank: int) -> Communicat
     comm = Communicator(rank, len(ranks), ranks, _own_groups(parent, ranks))
     names = comm.gather_bytes(_host_name().encode())
     comm.hosts = tuple(map(list(dict.fromkeys(names)).index, names))
-    if len(set(names)) > 1 and "cuda" in comm.groups:
-        comm.outer = _open(parent, ranks, "nccl", torch.device("cuda", torch.cuda.current_device()))
     return comm
 
 

@@ -58,18 +58,19 @@ class P2P:
     ) -> Pending:
         """All transfers of a step: (contiguous tensor, other rank) each. Between two ranks they pair up in order.
 
-        outer: they take several steps, and the transfers of those steps do not wait for them.
+        outer: they take several steps. With gloo the transfers of those steps do not wait for them; with NCCL those of one
+        communicator run in the order of their start, and a second communicator would have to be made by all ranks of the job.
         """
         for tensor, _ in (*sends, *recvs):
             assert tensor.is_contiguous()
-        ops = [self._op(dist.isend, tensor, rank, outer) for tensor, rank in sends if tensor.numel()]
-        ops += [self._op(dist.irecv, tensor, rank, outer) for tensor, rank in recvs if tensor.numel()]
+        ops = [self._op(dist.isend, tensor, rank) for tensor, rank in sends if tensor.numel()]
+        ops += [self._op(dist.irecv, tensor, rank) for tensor, rank in recvs if tensor.numel()]
         return Pending(ops, self._comm, at_once=outer)
 
     def abandon(self, error: BaseException) -> None:
         """This rank will not join the exchanges that the others wait for: leave them the reason."""
         self._comm.leave_word(error)
 
-    def _op(self, kind: object, tensor: Tensor, rank: int, outer: bool) -> dist.P2POp:
-        group = self._comm.group_for(tensor.device.type, outer=outer)
+    def _op(self, kind: object, tensor: Tensor, rank: int) -> dist.P2POp:
+        group = self._comm.group_for(tensor.device.type)
         return dist.P2POp(kind, tensor, self._comm.ranks[rank], group)  # pyright: ignore[reportArgumentType]
