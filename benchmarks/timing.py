@@ -42,7 +42,6 @@ class Watch:
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, float, float]] = []  # (time, MHz, W)
-        self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         try:
             self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -73,7 +72,8 @@ class Watch:
         return clock.value, power.value / 1000
 
     def _run(self) -> None:
-        while not self._end.wait(SAMPLE_SECONDS):
+        while True:
+            time.sleep(SAMPLE_SECONDS)
             try:
                 self._samples.append((time.monotonic(), *self._read()))
             except OSError:
@@ -87,9 +87,6 @@ class Watch:
             return {}
         clock, power = (statistics.fmean(column) for column in zip(*found, strict=True))
         return {"sm_mhz": round(clock), "watts": round(power)}
-
-    def stop(self) -> None:
-        self._end.set()
 
 
 def measure(fn: Callable[[], object], *, warm: float = 50, rep: float = 200, watch: Watch | None = None) -> dict[str, float]:

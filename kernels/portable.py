@@ -191,9 +191,9 @@ def segment_arguments(segments: Sequence[Segment], others: Sequence[Tensor], blo
     )
 
 
-def heads_together(bytes_per_head: int, group: int, heads: int) -> int:
+def heads_together(bytes_per_head: int, group: int, heads: int, *, cache: int = CACHE_BYTES) -> int:
     """How many query heads a stretch of programs covers: whole groups whose shared data stay in the cache."""
-    return min(heads, group * max(1, CACHE_BYTES // max(bytes_per_head, 1)))
+    return min(heads, group * max(1, cache // max(bytes_per_head, 1)))
 
 
 def key_bytes(segments: Sequence[Segment]) -> int:

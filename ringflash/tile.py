@@ -94,7 +94,7 @@ def _hopper(inputs: Inputs, why: str, deterministic: bool) -> Tile:
         raise NotImplementedError(f"kernel='hopper' {reason}; use kernel='auto'")
     try:
         from ringflash.kernels.hopper import backward, forward
-    except (ImportError, AttributeError) as error:  # Gluon's names moved: only who asked for an untested Triton gets here
+    except (ImportError, AttributeError) as error:  # Gluon's names moved
         reason = f"does not load with Triton {support.triton_version()} ({error})"
         raise NotImplementedError(f"kernel='hopper' {reason}; use kernel='auto'") from error
     tile = _triton(why)._replace(name="hopper", forward=_same_bits(forward.forward, deterministic))

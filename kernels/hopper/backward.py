@@ -192,32 +192,38 @@ def _one_launch(dout: Tensor, q: Tensor, segments: Sequence[Segment], stats: tup
                 dkv: Sequence[tuple[Tensor, Tensor]], constants: config.Backward, add: bool) -> None:  # fmt: skip
     batch, _, nheads_q, headdim = q.shape
     nheads_k = segments[0].k.shape[2]
-    c = replace(constants, SEGMENTS=len(segments), WAITS=host.waits(segments) != 0)
+    waits, flags = host.waits(segments), host.flags(segments)
+    c, known = config.of_launch(constants, SEGMENTS=len(segments), WAITS=waits != 0)
     key_blocks = sum(-(-segment.k.shape[1] // BLOCK_K) for segment in segments)
     heads = batch * nheads_k
     row_bytes = q.shape[1] * (nheads_q // nheads_k) * headdim * 2 * q.element_size()
-    chunk = min(heads, max(1, CACHE_BYTES // row_bytes))
-    ks = tuple(host.describe(host.keys(segment, segment.k), BLOCK_K, headdim) for segment in segments)
-    vs = tuple(host.describe(host.keys(segment, segment.v), BLOCK_K, headdim) for segment in segments)
+    chunk = portable.heads_together(row_bytes, 1, heads, cache=CACHE_BYTES)
+    views = host.key_views(segments, BLOCK_K, headdim, headdim)
     with portable.guard(q.device):
-        rows, spans, records, counter = _prepared(segments, *stats, key_blocks, scale if c.FOLD else 1.0, c)
+        rows, spans, records, counter = _prepared(segments, stats, (waits, *flags[:2]), key_blocks, scale if c.FOLD else 1.0, c)
         turns = _turns(segments, records, (batch * nheads_q, q.shape[1]), c) if c.DETERMINISTIC else counter
         dks, dvs = tuple([dk for dk, _ in dkv]), tuple([dv for _, dv in dkv])
         args = (
             host.describe(q, c.BLOCK_Q, headdim), host.describe(dout, c.BLOCK_Q, headdim), host.describe(dq, 64, 64), rows,
-            spans, *portable.slots(ks), *portable.slots(vs), dks, dvs, counter, records, turns, scale * LOG2E, scale,
+            spans, *views, dks, dvs, counter, records, turns, scale * LOG2E, scale,
             key_blocks, heads, chunk, nheads_k, nheads_q // nheads_k, key_blocks if records.shape[0] > key_blocks else 0,
-            host.multiprocessors(q.device), host.flags(segments)[2], int(add), config.Known(c),
+            host.multiprocessors(q.device), flags[2], int(add), known,
         )  # fmt: skip
         _launcher(key_blocks * heads, args, key=(c, q.dtype), pointers=(*dks, *dvs, counter, records, turns))
 
 
-def _prepared(segments: Sequence[Segment], lse: Tensor, delta: Tensor, key_blocks: int, factor: float,
-              c: config.Backward) -> tuple[TensorDescriptor, TensorDescriptor, Tensor, Tensor]:  # fmt: skip
+def _prepared(
+    segments: Sequence[Segment],
+    stats: tuple[Tensor, Tensor],
+    flags: tuple[int, host.Pointers, host.Pointers],
+    key_blocks: int,
+    factor: float,
+    c: config.Backward,
+) -> tuple[TensorDescriptor, TensorDescriptor, Tensor, Tensor]:
     """Statistics and spans as descriptors, records (a row each), and the counter of items at 0, by one launch."""
+    (lse, delta), (waits, readys, lates) = stats, flags
     batch, nheads_q, seqlen_q = lse.shape
     begins, ends, strides = host.intervals(segments)
-    readys, lates, _ = host.flags(segments)
     records = key_blocks * max(segment.begin.shape[0] for segment in segments)
     # A tile may begin at any row (statistics: at a multiple of 4) and is read whole.
     padded = -(-seqlen_q // 64) * 64 + c.BLOCK_Q
@@ -226,7 +232,7 @@ def _prepared(segments: Sequence[Segment], lse: Tensor, delta: Tensor, key_block
     rows = torch.empty(batch * nheads_q * 2 * padded, dtype=torch.float32, device=lse.device)
     counter, table, spans = numbers[:1], numbers[32 : 32 + 32 * records], numbers[32 + 32 * records :]
     _prepare[(records + stretches,)](  # pyright: ignore[reportIndexIssue]
-        lse, delta, rows, begins, ends, strides, portable.encode(host.waits(segments))[0], readys, lates,
+        lse, delta, rows, begins, ends, strides, portable.encode(waits)[0], readys, lates,
         portable.encode(*(segment.k.shape[1] for segment in segments)), counter, table, spans,
         portable.encode(seqlen_q, padded, 1 << (seqlen_q.bit_length() - 1), key_blocks, records), factor,
         SEGMENTS=len(segments), UNIT=c.BLOCK_Q if c.DETERMINISTIC else 4, BLOCK_Q=c.BLOCK_Q, BLOCK_K=BLOCK_K,
@@ -264,13 +270,13 @@ def sources() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[s
         for headdim, constants in config.BACKWARD.items():
             for name, changes in variants.items():
                 c = replace(constants, FOLD=dtype == torch.bfloat16, **changes)
-                yield (f"{str(dtype)[6:]} {headdim} {name}", backward_kernel.kernel, *signature(c, dtype), host.LAUNCH)
+                yield (f"{str(dtype)[6:]} {headdim} {name}", backward_kernel.kernel, *_signature(c, dtype), host.LAUNCH)
 
 
-def signature(c: config.Backward, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+def _signature(c: config.Backward, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
     """(signature, constants) of the kernel compiled for c."""
     rows, keys = host.descriptor_type(c.BLOCK_Q, c.HEADDIM, dtype), host.descriptor_type(BLOCK_K, c.HEADDIM, dtype)
-    constants: dict[str, Any] = {"CONFIG": config.Known(c)}
+    slots, constants = host.key_types(c.SEGMENTS, keys, keys)
     signature: dict[str, Any] = {
         "q_desc": rows,
         "dout_desc": rows,
@@ -278,13 +284,9 @@ def signature(c: config.Backward, dtype: torch.dtype) -> tuple[dict[str, Any], d
         "stats_desc": f"tensordesc<fp32[1, 2, {c.BLOCK_Q}],{_FLAT[3]!r}>",
         "spans_desc": f"tensordesc<i32[1, {2 * BLOCK_K}],{_FLAT[2]!r}>",
     }
-    for name in ("k", "v"):
-        for i in range(portable.MAX_SEGMENTS):
-            signature[f"{name}{i}"] = keys if i < c.SEGMENTS else "constexpr"
-            if i >= c.SEGMENTS:
-                constants[f"{name}{i}"] = None
+    signature |= slots
     signature |= dict.fromkeys(("dks", "dvs"), ("*fp32",) * c.SEGMENTS)
     signature |= {f"{name}_ptr": "*i32" for name in ("counter", "records", "turns")} | {"scale2": "fp32", "scale": "fp32"}
     names = ("blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "wave")
     signature |= dict.fromkeys(names, "i32") | {"limit_ns": "i64", "add": "i32", "CONFIG": "constexpr"}
-    return signature, constants
+    return signature, {**constants, "CONFIG": config.Known(c)}

@@ -1,6 +1,7 @@
 """The frozen table of the Hopper kernels' block sizes, and what of a launch is known when compiling."""
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triton.language import constexpr
@@ -14,6 +15,13 @@ class Known:
 
     def __getattr__(self, name: str) -> constexpr:
         return constexpr(getattr(self.of, name))
+
+
+@functools.lru_cache(maxsize=256)
+def of_launch(constants: Any, **of_call: Any) -> tuple[Any, Known]:
+    """The constants with what one call adds to them, also as a kernel's argument."""
+    c = replace(constants, **of_call)
+    return c, Known(c)
 
 
 @dataclass(frozen=True)

@@ -63,15 +63,6 @@ def _constants(headdim: int, headdim_v: int, dtype: torch.dtype, exact: bool, ad
     return replace(config.FORWARD[headdim, headdim_v], EXACT=exact, ADAPT=adapt, **half)
 
 
-@functools.lru_cache(maxsize=256)
-def _of_launch(
-    constants: config.Forward, segments: int, carried: bool, finish: bool, waits: int
-) -> tuple[config.Forward, config.Known]:
-    slots = 1 if carried else constants.SLOTS
-    c = replace(constants, SEGMENTS=segments, CARRIED=carried, FINISH=finish, WAITS=waits, SLOTS=slots)
-    return c, config.Known(c)
-
-
 def _into_state(
     q: Tensor, segments: list[Segment], scale: float, state: State | None, headdim_v: int, constants: config.Forward,
     stats: Tensor | None,
@@ -92,7 +83,10 @@ def _one_launch(
     into: State | None = None,
 ) -> None:
     batch, seqlen_q, nheads_q, _ = q.shape
-    c, known = _of_launch(constants, len(segments), state is not None, result is not None, host.waits(segments))
+    c, known = config.of_launch(
+        constants, SEGMENTS=len(segments), CARRIED=state is not None, FINISH=result is not None, WAITS=host.waits(segments),
+        SLOTS=constants.SLOTS if state is None else 1,
+    )  # fmt: skip
     out, lse = result if result is not None else (into or state or ())[:2]
     _, row_max, row_sum = state or into or (None, lse, lse)
     acc = out if state is None else state[0]
@@ -100,12 +94,10 @@ def _one_launch(
     items = -(-seqlen_q // c.BLOCK_Q) * heads
     chunk = portable.heads_together(portable.key_bytes(segments), group, heads)
     work = torch.zeros(2, dtype=torch.int32, device=q.device)
-    ks = tuple([host.describe(host.keys(segment, segment.k), c.BLOCK_K, c.HEADDIM) for segment in segments])
-    vs = tuple([host.describe(host.keys(segment, segment.v), c.BLOCK_K, c.HEADDIM_V) for segment in segments])
     begins, ends, strides = host.intervals(segments)
     readys, lates, limit_ns = host.flags(segments)
     args = (
-        host.describe(q, 64, c.HEADDIM), *portable.slots(ks), *portable.slots(vs),
+        host.describe(q, 64, c.HEADDIM), *host.key_views(segments, c.BLOCK_K, c.HEADDIM, c.HEADDIM_V),
         host.describe(acc, 64, c.HEADDIM_V) if c.CARRIED else None, host.describe(out, 64, c.HEADDIM_V),
         begins, ends, readys, lates, acc, row_max, row_sum, out, lse, work,
         portable.encode(seqlen_q, nheads_q, group, heads, chunk, items), strides,
@@ -143,15 +135,12 @@ def sources() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[s
 
 
 def _signature(c: config.Forward, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(signature, constants) of the kernel compiled for c."""
     element = host.descriptor_type(64, c.HEADDIM, dtype)
     out = host.descriptor_type(64, c.HEADDIM_V, dtype if c.FINISH else torch.float32)
-    constants: dict[str, Any] = {"CONFIG": config.Known(c)}
-    signature: dict[str, Any] = {"q_desc": element}
-    for name, headdim in (("k", c.HEADDIM), ("v", c.HEADDIM_V)):
-        for i in range(portable.MAX_SEGMENTS):
-            signature[f"{name}{i}"] = host.descriptor_type(c.BLOCK_K, headdim, dtype) if i < c.SEGMENTS else "constexpr"
-            if i >= c.SEGMENTS:
-                constants[f"{name}{i}"] = None
+    keys, values = (host.descriptor_type(c.BLOCK_K, headdim, dtype) for headdim in (c.HEADDIM, c.HEADDIM_V))
+    slots, constants = host.key_types(c.SEGMENTS, keys, values)
+    signature: dict[str, Any] = {"q_desc": element, **slots}
     signature["acc_desc"] = host.descriptor_type(64, c.HEADDIM_V, torch.float32) if c.CARRIED else "constexpr"
     if not c.CARRIED:
         constants["acc_desc"] = None
@@ -161,4 +150,4 @@ def _signature(c: config.Forward, dtype: torch.dtype) -> tuple[dict[str, Any], d
     signature |= {"out_ptr": "*" + out.removeprefix("tensordesc<").split("[")[0], "lse_ptr": "*fp32", "work_ptr": "*i32"}
     signature |= {"sizes": ("i64",) * 6} | dict.fromkeys(("strides", "seqlens_k"), ("i64",) * c.SEGMENTS)
     signature |= {"limit_ns": "i64", "scale": "fp32", "CONFIG": "constexpr"}
-    return signature, constants
+    return signature, {**constants, "CONFIG": config.Known(c)}

@@ -117,6 +117,20 @@ def intervals(segments: Sequence[Segment]) -> tuple[Pointers, Pointers, Numbers]
     )
 
 
+def key_views(segments: Sequence[Segment], rows: int, headdim: int, headdim_v: int) -> tuple[Any, ...]:
+    """Descriptors of all segments' k, then v, in the kernels' slots."""
+    ks = tuple([describe(keys(segment, segment.k), rows, headdim) for segment in segments])
+    vs = tuple([describe(keys(segment, segment.v), rows, headdim_v) for segment in segments])
+    return (*portable.slots(ks), *portable.slots(vs))
+
+
+def key_types(segments: int, k: str, v: str) -> tuple[dict[str, str], dict[str, None]]:
+    """(signature, constants) of those slots, for compiling without tensors."""
+    slots = [(f"{name}{i}", kind, i < segments) for name, kind in (("k", k), ("v", v)) for i in range(portable.MAX_SEGMENTS)]
+    signature = {name: kind if filled else "constexpr" for name, kind, filled in slots}
+    return signature, {name: None for name, _, filled in slots if not filled}
+
+
 def descriptor_type(rows: int, headdim: int, dtype: torch.dtype) -> str:
     """A descriptor in a signature, for compiling without tensors."""
     name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
