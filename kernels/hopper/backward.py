@@ -198,7 +198,7 @@ def _one_launch(dout: Tensor, q: Tensor, segments: Sequence[Segment], stats: tup
     heads = batch * nheads_k
     row_bytes = q.shape[1] * (nheads_q // nheads_k) * headdim * 2 * q.element_size()
     chunk = portable.heads_together(row_bytes, 1, heads, cache=CACHE_BYTES)
-    views = host.key_views(segments, BLOCK_K, headdim, headdim)
+    views = host.key_views(segments, rows=BLOCK_K, headdim=headdim, headdim_v=headdim)
     with portable.guard(q.device):
         rows, spans, records, counter = _prepared(segments, stats, (waits, *flags[:2]), key_blocks, scale if c.FOLD else 1.0, c)
         turns = _turns(segments, records, (batch * nheads_q, q.shape[1]), c) if c.DETERMINISTIC else counter

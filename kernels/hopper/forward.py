@@ -97,7 +97,7 @@ def _one_launch(
     begins, ends, strides = host.intervals(segments)
     readys, lates, limit_ns = host.flags(segments)
     args = (
-        host.describe(q, 64, c.HEADDIM), *host.key_views(segments, c.BLOCK_K, c.HEADDIM, c.HEADDIM_V),
+        host.describe(q, 64, c.HEADDIM), *host.key_views(segments, rows=c.BLOCK_K, headdim=c.HEADDIM, headdim_v=c.HEADDIM_V),
         host.describe(acc, 64, c.HEADDIM_V) if c.CARRIED else None, host.describe(out, 64, c.HEADDIM_V),
         begins, ends, readys, lates, acc, row_max, row_sum, out, lse, work,
         portable.encode(seqlen_q, nheads_q, group, heads, chunk, items), strides,

@@ -117,7 +117,7 @@ def intervals(segments: Sequence[Segment]) -> tuple[Pointers, Pointers, Numbers]
     )
 
 
-def key_views(segments: Sequence[Segment], rows: int, headdim: int, headdim_v: int) -> tuple[Any, ...]:
+def key_views(segments: Sequence[Segment], *, rows: int, headdim: int, headdim_v: int) -> tuple[Any, ...]:
     """Descriptors of all segments' k, then v, in the kernels' slots."""
     ks = tuple([describe(keys(segment, segment.k), rows, headdim) for segment in segments])
     vs = tuple([describe(keys(segment, segment.v), rows, headdim_v) for segment in segments])
