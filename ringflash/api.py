@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash import agreement, checks
 from ringflash.autograd import attend
+from ringflash.heads import Heads, inner_plan, rows
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
-from ringflash.plan import make_plan
 from ringflash.ring import Ring
-from ringflash.tile import pick
+from ringflash.tile import Tile, pick
 from ringflash.transport.communicator import Communicator, communicator
 from ringflash.transport.p2p import P2P
 
@@ -38,7 +38,9 @@ def ring_attention(
     headdim_v): this rank's shards, already laid out as `layout` says; float32, float16 or bfloat16, any strides; nheads_q a
     multiple of nheads_k; head dimensions 1 ... 256. Under autocast they are cast to its dtype, as torch's attention does.
     layout: an rf.Layout, or a name where every rank holds the same number of tokens. kv_layout: where keys lie otherwise.
-    group: None (the default group, or a ring of one), a ProcessGroup, or a 1-D DeviceMesh. scale: headdim ** -0.5.
+    group: None (the default group, or a ring of one), a ProcessGroup, or a DeviceMesh: of one dimension, or of two,
+    (ring, heads), which are counted row by row: the ranks of a row exchange sequence for heads, and rows form the ring.
+    scale: headdim ** -0.5.
 
     Returns out (batch, seqlen_q, nheads_q, headdim_v) in q's dtype; with return_lse also lse float32 (batch, nheads_q,
     seqlen_q), the natural logarithm of the softmax denominator. A query that sees no key gets out = 0, lse = -inf.
@@ -70,15 +72,26 @@ def attend_over(
 
 def _prepare(
     comm: Communicator, qkv: tuple[Tensor, Tensor, Tensor], given: checks.Given
-) -> tuple[tuple[Tensor, Tensor, Tensor], Ring, checks.Call]:
+) -> tuple[tuple[Tensor, Tensor, Tensor], Ring | Heads, checks.Call]:
     """Everything that can go wrong on this rank alone, so that all ranks hear of it before anything moves."""
     qkv, call = checks.prepare(*qkv, given, rank=comm.rank, size=comm.size)
-    device_type = qkv[0].device.type
-    transport = None
-    if comm.size > 1:
-        comm.group_for(device_type)
-        transport = P2P(comm)
-    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=call.options.schedule, hosts=comm.hosts)
     q, _, v = qkv
+    if comm.size > 1:
+        comm.group_for(q.device.type)
     tile = pick(call.options.kernel, q, v, deterministic=call.options.deterministic)
-    return qkv, Ring(plan, comm.rank, tile, transport, call.scale), call
+    return qkv, _ring(comm, call, tile), call
+
+
+def _ring(comm: Communicator, call: checks.Call, tile: Tile) -> Ring | Heads:
+    """This rank's ring, inside an exchange of heads where several ranks share them."""
+    n = checks.heads_ranks(call.options.transport, comm.mesh)
+    row, column = divmod(comm.rank, n)
+    plan = inner_plan(
+        call.layout, call.mask, call.kv_layout, size=n, rank=column, schedule=call.options.schedule, hosts=comm.hosts
+    )
+    transport = P2P(comm, range(column, comm.size, n)) if comm.size > 1 else None
+    ring = Ring(plan, row, tile, transport, call.scale)
+    if n == 1:
+        return ring
+    ranks = range(row * n, row * n + n)
+    return Heads(ring, column, rows(call.layout, ranks), rows(call.kv_layout, ranks), P2P(comm, ranks))

@@ -1,9 +1,10 @@
-"""The one autograd.Function: attention over a ring, and its gradient over the same ring."""
+"""The one autograd.Function: attention over a ring or over heads, and its gradient the same way."""
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from ringflash.heads import Heads
 from ringflash.ring import Ring
 
 
@@ -11,7 +12,7 @@ class Attention(torch.autograd.Function):
     """apply(q, k, v, ring) -> (out, lse); the ring is frozen and holds everything that is no tensor."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: Ring | Heads) -> tuple[Tensor, Tensor]:
         """Attend and keep what backward needs: inputs, out and lse."""
         with ring.running(), torch.autocast(q.device.type, enabled=False):
             out, lse = ring.forward(q, k, v)
@@ -56,7 +57,7 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | Heads) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries; differentiable in q, k, v and through both outputs."""
     out, lse = Attention.apply(*(_last_dim_contiguous(x) for x in (q, k, v)), ring)  # pyright: ignore[reportGeneralTypeIssues]
     return out, lse

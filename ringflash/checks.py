@@ -1,6 +1,7 @@
 """Every error a caller can meet on one rank, worded here: argument, rule, value, way out; and what ranks then compare."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -156,6 +157,28 @@ def kinds(given: Given) -> tuple[Layout | str, Layout | str | None, Mask, Option
     if not isinstance(kv_layout, str | Layout | None):
         raise TypeError(f"kv_layout must be an rf.Layout or the name of one: kv_layout={kv_layout!r}")
     return layout, kv_layout, a_mask(given.mask), an_options(given.options)
+
+
+def heads_ranks(transport: str, mesh: Sequence[int]) -> int:
+    """How many ranks that follow each other exchange sequence for heads: those of a mesh row, or with "ulysses" all."""
+    if transport == "ulysses" and len(mesh) == 2 and mesh[0] > 1:
+        raise ValueError(
+            f"transport='ulysses' must have all ranks in one exchange of heads: the group is a mesh of {mesh[0]} x {mesh[1]}, "
+            "(ring, heads); use transport='auto' for heads inside a ring, or a 1-D mesh of the same ranks"
+        )
+    return mesh[1] if len(mesh) == 2 else mesh[0] if transport == "ulysses" else 1
+
+
+def mesh(value: object, size: int) -> tuple[int, ...]:
+    """The shape of the ranks' mesh: (ring, heads), or one dimension; None: one."""
+    if value is None:
+        return (size,)
+    shape = tuple(value) if isinstance(value, Sequence) else ()
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape) or len(shape) not in (1, 2):
+        raise ValueError(f"mesh must be the shape of a DeviceMesh, such as (2, {size}) for (ring, heads): mesh={value!r}")
+    if math.prod(shape) != size:
+        raise ValueError(f"mesh must hold as many ranks as the layout: mesh={value!r}, size={size}")
+    return shape
 
 
 def hosts(value: object, size: int) -> tuple[int, ...]:

@@ -21,8 +21,9 @@ from ringflash.transport.communicator import Communicator, communicator
 class ContextParallel:
     """A ring of ranks that share every sequence.
 
-    group: None (the default group, or a ring of one), a ProcessGroup or a 1-D DeviceMesh; all its ranks construct this
-    together. layout: the name batches use unless they say otherwise. Raises ValueError or TypeError for wrong arguments.
+    group: None (the default group, or a ring of one), a ProcessGroup or a DeviceMesh of one dimension, or of two, (ring,
+    heads), as for ring_attention; all its ranks construct this together. layout: the name batches use unless they say
+    otherwise. Raises ValueError or TypeError for wrong arguments.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class ContextParallel:
         self._comm = communicator(group)
         agreement.together(
             self._comm,
-            lambda: (checks.layout_name(layout), checks.an_options(options)),
+            lambda: (checks.layout_name(layout), checks.heads_ranks(checks.an_options(options).transport, self._comm.mesh)),
             facts=lambda _: {"call": "ContextParallel", "layout": layout, "options": repr(options)},
             check=checks.Given(layout, options=options).check,
         )

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ringflash import checks
+from ringflash.heads import inner_plan
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
-from ringflash.plan import Plan, make_plan
+from ringflash.plan import Plan
 from ringflash.schedules import Transfer
+from ringflash.shares import Share, are_shared, shares
 from ringflash.tile import Inputs, choose, pick
 
 
@@ -30,8 +32,41 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class HeadsReport:
+    """What one rank does where ranks exchange sequence for heads: the heads it attends, and the bytes it sends.
+
+    repeated_k: key heads as the tile gets them, more than nheads_k where groups are cut unevenly. border_bytes: what of
+    bytes_sent crosses host borders. grad_*: what backward sends.
+    """
+
+    ranks: int
+    nheads_q: int
+    nheads_k: int
+    repeated_k: int
+    bytes_sent: int
+    grad_bytes_sent: int
+    border_bytes: int
+    grad_border_bytes: int
+
+    def lines(self) -> list[str]:
+        """Its part of the report."""
+        again = f", attended as {self.repeated_k}" if self.repeated_k != self.nheads_k else ""
+        there, back, border, grad_border = map(
+            _size, (self.bytes_sent, self.grad_bytes_sent, self.border_bytes, self.grad_border_bytes)
+        )
+        over = f"; of these {border} and {grad_border} cross host borders" if self.border_bytes else ""
+        return [
+            f"heads      {self.nheads_q} of queries, {self.nheads_k} of keys{again}",
+            f"exchange   {there} sent to the other {self.ranks - 1} in forward, {back} in backward{over}",
+        ]
+
+
+@dataclass(frozen=True)
 class Explanation:
     """A call, explained for one rank; str() is the report. flops: forward, of this rank (backward is 2.5 times that).
+
+    pairs_per_rank: visible pairs per head; heads_per_rank: query heads that each rank attends. heads: where ranks exchange
+    sequence for heads, how; steps are then those of the ring around the exchange, whose blocks are counted by mesh row.
 
     border_bytes: K and V of all ranks that cross host borders, in forward and again in backward; grad_border_bytes: what
     backward moves across them besides, as float32 dK and dV.
@@ -46,17 +81,20 @@ class Explanation:
     schedule: str
     steps: tuple[StepReport, ...]
     pairs_per_rank: tuple[int, ...]
+    heads_per_rank: tuple[int, ...]
     flops: int
     buffer_bytes: int
     hosts: tuple[int, ...]
     border_bytes: int
     grad_border_bytes: int
+    heads: HeadsReport | None = None
 
     @property
     def imbalance(self) -> float:
         """Work of the busiest rank over the mean: 1.0 is perfect balance."""
-        mean = sum(self.pairs_per_rank) / self.size
-        return max(self.pairs_per_rank) / mean if mean else 1.0
+        work = [pairs * heads for pairs, heads in zip(self.pairs_per_rank, self.heads_per_rank, strict=True)]
+        mean = sum(work) / self.size
+        return max(work) / mean if mean else 1.0
 
     def __str__(self) -> str:
         flops = _count(self.flops, 1000, ("", "k", "M", "G", "T", "P"))
@@ -64,6 +102,7 @@ class Explanation:
             f"rank {self.rank} of {self.size}: {self.layout}, {self.mask}",
             f"kernel     {self.kernel}",
             f"transport  {self.transport}",
+            *(self.heads.lines() if self.heads else []),
             f"schedule   {self.schedule}",
             f"work       {flops}FLOP forward on this rank; busiest rank {self.imbalance:.3f} x the mean",
             f"buffers    {_size(self.buffer_bytes)} for blocks in flight, forward",
@@ -98,12 +137,13 @@ def explain(
     size: int | None = None,
     rank: int = 0,
     hosts: Sequence[int] | None = None,
+    mesh: Sequence[int] | None = None,
     options: Options = Options(),
 ) -> Explanation:
     """What ring_attention would do with such tensors on `rank` of a ring of `size`. Local only; meta tensors are welcome.
 
-    size: taken from the layout unless that is a name. hosts: the number of each rank's host (default: all on one). Raises the
-    errors ring_attention would raise.
+    size: taken from the layout unless that is a name. hosts: the number of each rank's host (default: all on one). mesh: the
+    shape (ring, heads) of the group where that is a 2-D DeviceMesh. Raises the errors ring_attention would raise.
     """
     given = checks.Given(layout, kv_layout, mask, None, options)
     checks.kinds(given)
@@ -117,32 +157,107 @@ def explain(
     if rank >= size:
         raise ValueError(f"rank must be in 0 ... size-1: rank={rank}, size={size}")
     (q, k, v), call = checks.prepare(q, k, v, given, rank=rank, size=size, meta=True)
-    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=options.schedule, hosts=checks.hosts(hosts, size))
-    return _report(plan, call, (q, k, v), rank)
+    place = _Place(call, checks.hosts(hosts, size), rank, checks.heads_ranks(options.transport, checks.mesh(mesh, size)))
+    return _report(place, (q, k, v))
 
 
-def _report(plan: Plan, call: checks.Call, qkv: tuple[Tensor, Tensor, Tensor], rank: int) -> Explanation:
+@dataclass(frozen=True)
+class _Place:
+    """A rank in its mesh: `n` ranks that follow each other exchange sequence for heads."""
+
+    call: checks.Call
+    hosts: tuple[int, ...]
+    rank: int
+    n: int
+
+    def plan(self, column: int) -> Plan:
+        """The plan of the ring of one mesh column."""
+        x = self.call
+        return inner_plan(
+            x.layout, x.mask, x.kv_layout, size=self.n, rank=column, schedule=x.options.schedule, hosts=self.hosts
+        )
+
+
+def _report(place: _Place, qkv: tuple[Tensor, Tensor, Tensor]) -> Explanation:
     q, k, v = qkv
+    call, n = place.call, place.n
+    row, column = divmod(place.rank, n)
+    every = shares(q.shape[2], k.shape[2], n)
+    plans, per_tokens = [place.plan(i) for i in range(n)], [_per_token(share, k, v) for share in every]
+    plan, per_token = plans[column], per_tokens[column]
     work = [plan.work(r) for r in range(plan.size)]
-    pairs, rows = int(work[rank].sum()), len(plan.rows)
-    per_token = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
-    crossing, partials = _crossing(plan)
+    pairs, rows = int(work[row].sum()), len(plan.rows)
+    crossing, partials = (
+        sum(tokens * each for tokens, each in zip(moved, per_tokens, strict=True))
+        for moved in zip(*map(_crossing, plans), strict=True)
+    )
     return Explanation(
-        rank=rank,
-        size=plan.size,
+        rank=place.rank,
+        size=len(place.hosts),
         layout=repr(call.layout),
         mask=checks.mask_words(plan.mask),
         kernel=_kernel(q, v, call.options),
-        transport="none (one rank)" if plan.size == 1 else "p2p (the only one; NCCL for GPU tensors, gloo for CPU tensors)",
+        transport=_transport(plan.size, n),
         schedule=f"{plan.schedule} ({plan.why})",
-        steps=_steps(plan, rank, per_token, k.element_size()),
-        pairs_per_rank=tuple(int(w.sum()) // rows for w in work),
-        flops=2 * q.shape[0] * q.shape[2] * pairs * (q.shape[3] + v.shape[3]) // rows,
-        buffer_bytes=_most_held(plan, rank) * per_token * k.element_size(),
-        hosts=plan.hosts,
-        border_bytes=crossing * per_token * k.element_size(),
-        grad_border_bytes=partials * per_token * 4,
+        steps=_steps(plan, row, per_token, k.element_size()),
+        pairs_per_rank=tuple(int(w.sum()) // rows for w in work for _ in range(n)),
+        heads_per_rank=tuple(len(share.q) for share in every) * plan.size,
+        flops=2 * q.shape[0] * len(every[column].q) * pairs * (q.shape[3] + v.shape[3]) // rows,
+        buffer_bytes=_most_held(plan, row) * per_token * k.element_size(),
+        hosts=place.hosts,
+        border_bytes=crossing * k.element_size(),
+        grad_border_bytes=partials * 4,
+        heads=_heads(place, every, qkv) if n > 1 else None,
     )
+
+
+def _per_token(share: Share, k: Tensor, v: Tensor) -> int:
+    """Elements of K and V that a rank with these heads attends for one token."""
+    return k.shape[0] * sum(share.repeats) * (k.shape[3] + v.shape[3])
+
+
+def _transport(ring: int, n: int) -> str:
+    over = "NCCL for GPU tensors, gloo for CPU tensors"
+    if ring == n == 1:
+        return "none (one rank)"
+    if n == 1:
+        return f"p2p (the only one; {over})"
+    return f"ulysses (heads over {n} ranks; {over})" if ring == 1 else f"hybrid (heads over {n} ranks, ring of {ring}; {over})"
+
+
+def _heads(place: _Place, every: Sequence[Share], qkv: tuple[Tensor, Tensor, Tensor]) -> HeadsReport:
+    """What this rank sends to the others of its mesh row."""
+    row, column = divmod(place.rank, place.n)
+    sent = {i: _exchanged(place, every, qkv, to=i) for i in range(place.n) if i != column}
+    away = [i for i in sent if place.hosts[row * place.n + i] != place.hosts[place.rank]]
+    share = every[column]
+    return HeadsReport(
+        ranks=place.n,
+        nheads_q=len(share.q),
+        nheads_k=len(share.k),
+        repeated_k=sum(share.repeats),
+        bytes_sent=sum(there for there, _ in sent.values()),
+        grad_bytes_sent=sum(back for _, back in sent.values()),
+        border_bytes=sum(sent[i][0] for i in away),
+        grad_border_bytes=sum(sent[i][1] for i in away),
+    )
+
+
+def _exchanged(place: _Place, every: Sequence[Share], qkv: tuple[Tensor, Tensor, Tensor], *, to: int) -> tuple[int, int]:
+    """Bytes that this rank sends in forward and in backward to another of its mesh row: its own tokens with that one's heads,
+    and results of that one's tokens with its own heads."""
+    q, k, v = qkv
+    row, column = divmod(place.rank, place.n)
+    here, there, itemsize = place.rank, row * place.n + to, q.element_size()
+    queries, keys = place.call.layout.lengths, place.call.kv_layout.lengths
+    headdim, headdim_v = q.shape[3], v.shape[3]
+    q_out, k_out = queries[here] * len(every[to].q), keys[here] * len(every[to].k)
+    q_back, k_back = queries[there] * len(every[column].q), keys[there] * len(every[column].k)
+    grads = 4 if are_shared(every, k.shape[2]) else itemsize
+    inputs = (q_out * headdim + k_out * (headdim + headdim_v)) * itemsize
+    forward = inputs + q_back * (headdim_v * itemsize + 4)
+    rows = q_out * (headdim_v * itemsize + 8) + q_back * headdim * itemsize
+    return q.shape[0] * forward, q.shape[0] * (inputs + rows + k_back * (headdim + headdim_v) * grads)
 
 
 def _crossing(plan: Plan) -> tuple[int, int]:

@@ -42,10 +42,13 @@ class Runs(NamedTuple):
 
 
 def _runs(first: Array, count: Array, step: Array) -> tuple[Runs, ...]:
-    """Each rank's runs from [size, n] candidates: empty ones go, those that continue each other with step 1 are joined."""
-    size, keep = len(count), count > 0
-    rank = np.nonzero(keep)[0]
-    first, count, step = first[keep], count[keep], step[keep]
+    """Each rank's runs from [size, n] candidates: empty ones go."""
+    keep = count > 0
+    return _of_ranks(np.nonzero(keep)[0], first[keep], count[keep], step[keep], size=len(count))
+
+
+def _of_ranks(rank: Array, first: Array, count: Array, step: Array, *, size: int) -> tuple[Runs, ...]:
+    """Each rank's runs from all of them, rank by rank and ascending: those that continue each other with step 1 are joined."""
     single = (step == 1) | (count == 1)
     joins = (first[1:] == first[:-1] + count[:-1]) & single[1:] & single[:-1] & (rank[1:] == rank[:-1])
     heads = np.flatnonzero(np.concatenate(([True], ~joins))[: len(first)])
@@ -139,9 +142,22 @@ class Layout:
         found = tuple(part.shape[dim] for part in parts)
         if found != self.lengths:
             raise ValueError(f"parts must have the layout's lengths along dim={dim}: {self.lengths}, got {found}")
-        order = np.argsort(np.concatenate([runs.positions() for runs in self.runs]), kind="stable")
         whole = torch.cat(list(parts), dim)
-        return whole.index_select(dim, torch.from_numpy(order).to(whole.device))
+        return whole.index_select(dim, torch.from_numpy(self.order(range(self.size))).to(whole.device))
+
+    def order(self, ranks: range) -> Array:
+        """Index that puts these ranks' tokens, one rank's after the other's, in order of their positions: int64."""
+        return np.argsort(np.concatenate([self.runs[rank].positions() for rank in ranks]), kind="stable")
+
+    def merged(self, n: int) -> "Layout":
+        """The layout of size / n ranks, of which each holds what n ranks that follow each other hold here.
+
+        Work per run of positions, but per position where runs interleave, as striped ones do. Raises ValueError unless n
+        divides the size.
+        """
+        if n < 1 or self.size % n:
+            raise ValueError(f"merged must be given a divisor of the size: n={n}, size={self.size}")
+        return self if n == 1 else _merged(self, n)
 
     def _rank(self, rank: int) -> int:
         if isinstance(rank, bool) or not isinstance(rank, int):
@@ -152,6 +168,19 @@ class Layout:
 
     def _index(self, rank: int) -> Tensor:
         return torch.from_numpy(self.runs[rank].positions() - self.offset)
+
+
+@functools.lru_cache(maxsize=64)
+def _merged(layout: Layout, n: int) -> Layout:
+    rank = np.repeat(np.arange(layout.size) // n, [len(runs.first) for runs in layout.runs])
+    first, count, step, _ = map(np.concatenate, zip(*layout.runs, strict=True))
+    times = np.where(step == 1, 1, count)  # positions of a strided run stand by themselves: others may lie in between
+    i = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+    rank, first = np.repeat(rank, times), np.repeat(first, times) + i * np.repeat(step, times)
+    count = np.repeat(np.where(step == 1, count, 1), times)
+    by = np.lexsort((first, rank))
+    runs = _of_ranks(rank[by], first[by], count[by], np.ones_like(first), size=layout.size // n)
+    return Layout(f"{layout.name}, {n} ranks as one", layout.seqlen, layout.size // n, runs, layout.offset)
 
 
 def _strided(x: Tensor, dim: int, first: int, count: int, step: int) -> Tensor:

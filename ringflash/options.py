@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 CHOICES = {
-    "transport": ("auto", "p2p"),
+    "transport": ("auto", "p2p", "ulysses"),
     "schedule": ("auto", "rotate", "direct", "hierarchical"),
     "check": ("first", "always", "never"),
     "kernel": ("auto", "reference", "triton", "hopper"),
@@ -14,7 +14,9 @@ CHOICES = {
 class Options:
     """How a ring runs. Every rank must pass the same.
 
-    transport: what moves blocks ("auto", "p2p"). schedule: the plan's generator ("auto", "rotate", "direct", "hierarchical").
+    transport: "auto"; "p2p", blocks from rank to rank; "ulysses", all ranks exchange sequence for heads before and after, so
+    that each attends all tokens with its share of heads. In a 2-D mesh (ring, heads) the ranks of a row do that, and blocks
+    go round the ring: "auto" and "p2p" alike. schedule: the plan's generator ("auto", "rotate", "direct", "hierarchical").
     check: when ranks compare what they were called with: "first" (the first 16 calls of a group), "always", "never" (save for
     the very first call, so that ranks that chose differently find out).
     deterministic: the same inputs give the same bits. Without it so they do, but for kernel "hopper": the last bits of dQ,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from oracle import Results
 from pool import Pools
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
 from ringflash.autograd import attend
@@ -47,6 +48,8 @@ class Case:
     kv_layout: str | None = None
     schedule: str = "auto"
     hosts: tuple[int, ...] | None = None  # as if the ranks ran on such hosts; None: on one
+    transport: str = "auto"
+    mesh: tuple[int, int] | None = None  # (ring, heads)
     dtype: torch.dtype = torch.float32
     batch: int = 2
     heads: tuple[int, int] = (4, 2)
@@ -126,7 +129,7 @@ def run_cases(cases: Sequence[Case]) -> list[Results]:
 
 def _ring(case: Case, rank: int, size: int) -> Results:
     layout, kv_layout = case.layouts(size)
-    options = rf.Options(schedule=case.schedule)
+    options = rf.Options(schedule=case.schedule, transport=case.transport)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return rf.ring_attention(  # pyright: ignore[reportReturnType]
@@ -134,7 +137,7 @@ def _ring(case: Case, rank: int, size: int) -> Results:
             layout=layout,
             mask=case.mask,
             kv_layout=kv_layout,
-            group=None if case.hosts is None else group_on(case.hosts),
+            group=mesh_of(case.mesh) if case.mesh else None if case.hosts is None else group_on(case.hosts),
             scale=case.scale,
             return_lse=True,
             options=options,
@@ -151,6 +154,12 @@ def group_on(hosts: tuple[int, ...]) -> dist.ProcessGroup:
     with mock.patch.object(communicator, "_host_name", return_value=f"host-{hosts[dist.get_rank()]}"):
         assert communicator.communicator(group).hosts == hosts
     return group
+
+
+@functools.lru_cache(maxsize=64)
+def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
+    """A mesh of all ranks, row by row. A collective, once."""
+    return DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(shape))
 
 
 def on_rank(case: Case, rank: int, size: int, call: Callable[..., tuple[Tensor, Tensor]]) -> Results:
@@ -229,7 +238,7 @@ def run_threads(case: Case, size: int) -> list[Results]:
 
 def alone(case: Case) -> Results:
     """The ring of one rank in the case's own dtype."""
-    return _alone(replace(case, layout="contiguous", kv_layout=None, schedule="auto", hosts=None))
+    return _alone(_of_one(case))
 
 
 @functools.lru_cache(maxsize=512)
@@ -239,7 +248,12 @@ def _alone(case: Case) -> Results:
 
 def exact(case: Case) -> Results:
     """The oracle's float64 results."""
-    return _exact(replace(case, layout="contiguous", kv_layout=None, schedule="auto", hosts=None))
+    return _exact(_of_one(case))
+
+
+def _of_one(case: Case) -> Case:
+    """The case without what says how ranks share it."""
+    return replace(case, layout="contiguous", kv_layout=None, schedule="auto", hosts=None, transport="auto", mesh=None)
 
 
 @functools.lru_cache(maxsize=512)

@@ -142,7 +142,7 @@ def not_a_member() -> list[str]:
     outside = dist.new_group([0])
     told = []
     for group in ["world", 0, [0, 1], *([outside] if dist.get_rank() else [])]:
-        with pytest.raises(TypeError, match="group must be None, a ProcessGroup or a 1-D DeviceMesh") as error:
+        with pytest.raises(TypeError, match="group must be None, a ProcessGroup or a DeviceMesh") as error:
             attend(group=group)
         told.append(str(error.value))
     return told

@@ -22,11 +22,13 @@ LAYERS = {  # imports point one way: module or package -> what it may import of 
     "transport.p2p": "transport.communicator",
     "tile": "kernels",
     "ring": "plan stats",  # plan: the types of what comes as an argument
-    "autograd": "ring plan tile transport",
+    "shares": "",
+    "heads": "layout mask plan ring shares",
+    "autograd": "heads ring plan tile transport",
     "checks": "layout mask options",
     "agreement": "",
-    "api": "agreement autograd checks layout mask options plan ring tile transport",
-    "explain": "checks layout mask options plan schedules tile",
+    "api": "agreement autograd checks heads layout mask options plan ring tile transport",
+    "explain": "checks heads layout mask options plan schedules shares tile",
     "context": "agreement api checks layout mask options transport",
     "__init__": "api context explain layout mask options stats",
 }
@@ -43,6 +45,7 @@ CONTRACT = {
     "launch_dq",
     "launch_dkv",
     "Ring.backward",
+    "Heads.backward",
     "TileLike.forward",
     "TileLike.backward",
 }

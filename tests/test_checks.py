@@ -349,6 +349,13 @@ def test_scale() -> None:
             checks.scale(bad, 16)  # pyright: ignore[reportArgumentType]
 
 
+def test_how_many_ranks_exchange_heads() -> None:
+    shapes = [("auto", (6,)), ("p2p", (6,)), ("ulysses", (6,)), ("auto", (2, 3)), ("p2p", (2, 3)), ("ulysses", (1, 6))]
+    assert [checks.heads_ranks(*shape) for shape in shapes] == [1, 1, 6, 3, 3, 6]
+    with pytest.raises(ValueError, match=r"transport='ulysses' must have all ranks .* mesh of 2 x 3, \(ring, heads\); use"):
+        checks.heads_ranks("ulysses", (2, 3))
+
+
 def test_mask_words_are_short_and_tell_documents_apart() -> None:
     masks = [rf.Mask(documents=(0, *range(i, 3000))) for i in (1, 2)]
     words = [checks.mask_words(m) for m in masks]

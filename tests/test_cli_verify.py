@@ -27,6 +27,12 @@ def test_two_ranks_are_as_exact_as_one(capfd: pytest.CaptureFixture[str]) -> Non
     assert "allowed" in out
 
 
+def test_heads_over_ranks_are_as_exact(capfd: pytest.CaptureFixture[str]) -> None:
+    args = "--nproc 2 --seqlen 131 --headdim 16/8 --heads 3/1 --transport ulysses --device cpu"
+    assert cli.main(["verify", *args.split()]) == 0
+    assert "all within bounds" in capfd.readouterr().out
+
+
 def test_a_handful_of_tokens_is_no_false_alarm(capfd: pytest.CaptureFixture[str]) -> None:
     """As many blocks as keys, so that each merge rounds once more than one kernel over all keys does."""
     assert cli.main(["verify", "--nproc", "4", "--seqlen", "3", "--device", "cpu"]) == 0

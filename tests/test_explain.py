@@ -131,6 +131,38 @@ def test_hosts_and_what_crosses_their_borders_are_in_the_report() -> None:
     assert max(map(len, text.splitlines())) <= 128
 
 
+def test_heads_are_in_the_report() -> None:
+    """8 query heads on 2 key heads: halves of a group; and thirds, which cut groups unevenly."""
+    layout = rf.layouts.zigzag(65536, 4)
+    told = rf.explain(*shards(layout), layout=layout, mask=CAUSAL, options=rf.Options(transport="ulysses"))
+    assert told.transport.startswith("ulysses (heads over 4 ranks; ")
+    assert (told.heads_per_rank, told.imbalance) == ((2, 2, 2, 2), 1.0)
+    assert "heads      2 of queries, 1 of keys\nexchange   54.75 MiB sent to the other 3 in forward, 115.5 MiB in" in str(told)
+    assert told.pairs_per_rank == (65536 * 65537 // 2,) * 4
+    assert told.flops == 2 * 2 * 2 * told.pairs_per_rank[0] * (64 + 32)
+    assert [step.attends for step in told.steps] == [0]
+
+    layout = rf.layouts.zigzag(65536, 6)
+    told = rf.explain(*shards(layout, 4), layout=layout, mask=CAUSAL, mesh=(2, 3), rank=4, hosts=[0, 0, 1, 1, 1, 2])
+    assert told.transport.startswith("hybrid (heads over 3 ranks, ring of 2; ")
+    assert told.heads_per_rank == (2, 3, 3, 2, 3, 3)
+    assert told.imbalance == pytest.approx(9 / 8, rel=1e-4)
+    assert [step.attends for step in told.steps][:2] == [1, 0]
+    assert told.heads is not None
+    assert (told.heads.nheads_q, told.heads.nheads_k, told.heads.repeated_k) == (3, 2, 3)
+    assert 2 * told.heads.border_bytes == pytest.approx(told.heads.bytes_sent, rel=0.2)
+    assert "heads      3 of queries, 2 of keys, attended as 3\n" in str(told)
+    assert "in backward; of these 16.25 MiB and 40.5 MiB cross host borders\n" in str(told)
+    assert max(map(len, str(told).splitlines())) <= 128
+
+
+def test_a_mesh_without_an_exchange_of_heads_is_a_ring() -> None:
+    layout = rf.layouts.zigzag(40, 4)
+    ring = rf.explain(*shards(layout), layout=layout, mask=CAUSAL)
+    assert rf.explain(*shards(layout), layout=layout, mask=CAUSAL, mesh=(4, 1)) == ring
+    assert ring.heads is None
+
+
 def test_no_work_is_balanced_and_one_rank_moves_nothing() -> None:
     layout = rf.layouts.zigzag(0, 1)
     told = rf.explain(*shards(layout), layout=layout)
@@ -170,6 +202,14 @@ def test_keys_may_lie_elsewhere() -> None:
         ({"hosts": (0, 0, 1)}, ValueError, "hosts must be one number per rank, such as (0, 0): hosts=(0, 0, 1)"),
         ({"hosts": "ab"}, ValueError, "hosts must be one number per rank, such as (0, 0): hosts='ab'"),
         ({"hosts": 2}, ValueError, "hosts must be one number per rank, such as (0, 0): hosts=2"),
+        ({"mesh": (2, 2)}, ValueError, "mesh must hold as many ranks as the layout: mesh=(2, 2), size=2"),
+        (
+            {"mesh": (1, 1, 2)},
+            ValueError,
+            "mesh must be the shape of a DeviceMesh, such as (2, 2) for (ring, heads): mesh=(1, 1",
+        ),
+        ({"mesh": 2}, ValueError, "mesh must be the shape of a DeviceMesh"),
+        ({"mesh": (2, 1), "options": rf.Options(transport="ulysses")}, ValueError, "transport='ulysses' must have all ranks"),
         ({"layout": rf.layouts.zigzag(42, 2)}, ValueError, "q must hold this rank's tokens of the layout"),
         ({"layout": 3}, TypeError, "layout must be an rf.Layout or the name of one: layout=3"),
         ({"layout": "ring", "size": 2}, ValueError, "layout must be one of 'contiguous', 'zigzag', 'striped'"),

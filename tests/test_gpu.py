@@ -234,3 +234,48 @@ def test_memory_beyond_inputs_outputs_and_saved_tensors(session: Session) -> Non
           f"block {block / 2**20:.1f}, state {state / 2**20:.1f}, dq {dq / 2**20:.1f}, dkv {dkv / 2**20:.1f} MiB")  # fmt: skip
     assert forward <= 2 * block + state + slack
     assert backward <= 2 * block + dq + 3 * dkv + slack
+
+
+HEADS = [(8, 2), (6, 3), (4, 1), (5, 5), (1, 1)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "per_document"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_ulysses_is_as_exact_as_one_kernel(session: Session, heads: tuple[int, int], layout: str) -> None:
+    for mask, dtype in itertools.product(("causal", "documents in a window"), ("float32", "bfloat16")):
+        check(session, case(layout=layout, mask=MASKS[mask], heads=heads, dtype=dtype, transport="ulysses"))
+
+
+@pytest.mark.parametrize("seqlen", [0, 1, 2, 63, 2999])
+def test_ulysses_takes_any_length(session: Session, seqlen: int) -> None:
+    check(session, case(seqlen=seqlen, headdims=(192, 128), batch=2, transport="ulysses"))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_meshes_of_two_dimensions(session: Session, rows: int) -> None:
+    if session.world.size % rows:
+        pytest.skip(f"needs a multiple of {rows} ranks")
+    mesh = DeviceMesh("cuda", torch.arange(session.world.size).view(rows, -1), mesh_dim_names=("ring", "heads"))
+    for heads in HEADS:
+        lines = verify(case(heads=heads), communicator(mesh), session.device)
+        assert all(line.good for line in lines), (heads, lines)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
+def test_no_host_synchronisation_in_an_exchange_of_heads(session: Session, heads: tuple[int, int], layout: str) -> None:
+    group = torch.distributed.new_group()
+    assert isinstance(group, torch.distributed.ProcessGroup)
+    cp = rf.ContextParallel(group, layout, rf.Options(transport="ulysses", check="never"))
+    batch = cp.batch(2048 * cp.size, rf.Mask(causal=True))
+    q, k, v = (
+        torch.randn(1, 2048, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for h in (heads[0], heads[1], heads[1])
+    )
+    batch.attention(q, k, v).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batch.attention(q, k, v).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

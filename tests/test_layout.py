@@ -53,6 +53,36 @@ def test_shift_moves_every_position(layout: rf.Layout, n: int) -> None:
     assert torch.equal(shifted.join(shifted.split(x, 0), 0), x)
 
 
+@given(layouts(), st.integers(1, 4), st.integers(0, 9))
+def test_merged_ranks_hold_what_theirs_held(layout: rf.Layout, n: int, offset: int) -> None:
+    layout = layout.shift(offset)
+    if layout.size % n:
+        with pytest.raises(ValueError, match=f"merged must be given a divisor of the size: n={n}, size={layout.size}"):
+            layout.merged(n)
+        return
+    merged = layout.merged(n)
+    assert (merged.size, merged.seqlen, merged.offset) == (layout.size // n, layout.seqlen, offset)
+    for rank in range(merged.size):
+        ranks = range(rank * n, rank * n + n)
+        positions = torch.cat([layout.positions(r) for r in ranks])
+        assert torch.equal(merged.positions(rank), positions.sort().values)
+        assert torch.equal(positions[torch.from_numpy(layout.order(ranks))], merged.positions(rank))
+
+
+@given(layouts())
+def test_all_ranks_merged_are_one(layout: rf.Layout) -> None:
+    one = layout.merged(layout.size)
+    assert one == rf.layouts.contiguous(layout.seqlen, 1)
+    assert hash(one) == hash(rf.layouts.contiguous(layout.seqlen, 1))
+    assert layout.merged(1) is layout
+    assert layout.merged(layout.size) is one
+
+
+def test_neighbours_of_plain_layouts_merge_into_plain_layouts() -> None:
+    for name in ("contiguous", "zigzag"):
+        assert getattr(rf.layouts, name)(64, 8).merged(2) == getattr(rf.layouts, name)(64, 4)
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @given(layout=layouts())
 def test_split_and_join_round_trip_along_any_dimension(layout: rf.Layout, dim: int) -> None:

@@ -45,6 +45,36 @@ def test_alone_without_a_process_group() -> None:
     assert comm.gather_bytes(b"abc") == [b"abc"]
 
 
+def mesh_places(dims: list) -> tuple[int, tuple[int, ...], tuple[int, ...], list[bytes], bool]:
+    """(rank, ranks, mesh, every rank's message, whether the same object comes back for a mesh of the same groups)."""
+    if dist.get_rank() == 1:  # the others know one group less
+        dist.new_group([1], backend="gloo", use_local_synchronization=True)
+    names = ("dp", "ring", "heads")[-torch.tensor(dims).dim() :]
+    mesh = DeviceMesh("cpu", dims, mesh_dim_names=names)
+    mesh = mesh["ring", "heads"] if len(names) == 3 else mesh
+    comm = communicator(mesh)
+    return comm.rank, comm.ranks, comm.mesh, comm.gather_bytes(bytes([65 + dist.get_rank()])), comm is communicator(mesh)
+
+
+@pytest.mark.parametrize("dims", [[[2, 0], [3, 1]], [[2, 0, 3, 1]], [[2], [0], [3], [1]]])
+def test_places_in_a_mesh_of_two_dimensions_count_row_by_row(pools: Pools, dims: list) -> None:
+    shape = tuple(torch.tensor(dims).shape)
+    places = {2: 0, 0: 1, 3: 2, 1: 3}
+    wanted = [(places[rank], (2, 0, 3, 1), shape, [b"C", b"A", b"D", b"B"], True) for rank in range(4)]
+    assert pools.run(4, mesh_places, dims) == wanted
+
+
+def test_two_dimensions_of_three(pools: Pools) -> None:
+    found = pools.run(4, mesh_places, [[[0, 2]], [[3, 1]]])
+    assert [x[:3] for x in found] == [
+        (0, (0, 2), (1, 2)),
+        (1, (3, 1), (1, 2)),
+        (1, (0, 2), (1, 2)),
+        (0, (3, 1), (1, 2)),
+    ]
+    assert [b"".join(x[3]) for x in found] == [b"AC", b"DB", b"AC", b"DB"]
+
+
 def messages(order: list[int] | None) -> list[Any]:
     comm = communicator(None if order is None else DeviceMesh("cpu", order))
     text = comm.gather_bytes(f"place {comm.rank}".encode() * comm.rank)  # the first sends nothing
@@ -158,11 +188,12 @@ def test_groups_do_not_share(pools: Pools) -> None:
 
 @pytest.mark.parametrize("group", ["world", 3, object()])
 def test_wrong_kinds(group: object) -> None:
-    with pytest.raises(TypeError, match="group must be None, a ProcessGroup or a 1-D DeviceMesh: group="):
+    with pytest.raises(TypeError, match="group must be None, a ProcessGroup or a DeviceMesh: group="):
         communicator(group)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_communicator_knows_its_defaults() -> None:
     comm = Communicator(0, 1, (0,))
     assert (comm.calls, comm.check, comm.word_left()) == (0, "first", None)
-    assert (comm.hosts, Communicator(1, 3, (0, 1, 2)).hosts) == ((0,), (0, 0, 0))
+    other = Communicator(1, 3, (0, 1, 2))
+    assert (comm.hosts, comm.mesh, other.hosts, other.mesh) == ((0,), (1,), (0, 0, 0), (3,))

@@ -32,6 +32,19 @@ def test_pairs_meet_in_order(pools: Pools, order: list[int] | None, dtype: torch
     assert pools.run(3, around, order, dtype) == [[True] * 5] * 3
 
 
+def among_some() -> float:
+    """Ranks 0 and 2 of three, in this order the second and the first."""
+    comm, got = communicator(), torch.full((2,), -1.0)
+    if comm.rank != 1:
+        place = 0 if comm.rank == 2 else 1
+        P2P(comm, [2, 0]).exchange([(torch.full((2,), float(comm.rank)), 1 - place)], [(got, 1 - place)]).wait()
+    return float(got[1])
+
+
+def test_among_some_ranks(pools: Pools) -> None:
+    assert pools.run(3, among_some) == [2.0, -1.0, 0.0]
+
+
 def one_way(n: int) -> int:
     """Rank 0 to rank 1 only: (operations posted). Both directions are a case of their own in the ring's tests."""
     comm = communicator()

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ class ExchangeError(RuntimeError):
 class Communicator:
     """One ring's membership. `rank` and `size` are places in sequence order; `ranks` the global rank of each place.
 
+    mesh: (size,), or the (ring, heads) of a 2-D DeviceMesh, whose places are counted row by row.
     groups holds a process group of the ring's own per device type, so that its traffic never mixes with the caller's.
     hosts: the number of each rank's host, by host name; the first rank's is 0.
     calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode that the
@@ -40,6 +42,7 @@ class Communicator:
     ranks: tuple[int, ...]
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     hosts: tuple[int, ...] = ()
+    mesh: tuple[int, ...] = ()
     calls: int = 0
     check: str = "first"
     left: str | None = None
@@ -49,6 +52,7 @@ class Communicator:
 
     def __post_init__(self) -> None:
         self.hosts = self.hosts or (0,) * self.size
+        self.mesh = self.mesh or (self.size,)
 
     def side_stream(self) -> torch.cuda.Stream:
         """The ring's own stream on the current GPU: transfers are handed over on it."""
@@ -169,33 +173,48 @@ def _bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-# A group's communicators by the order of its ranks (those of a mesh may stand in another order than the group's).
-_known: "weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Communicator]]" = weakref.WeakKeyDictionary()
+class _Members(NamedTuple):
+    """Who shall form a ring: global ranks in sequence order, this process's place among them, and the shape they came in.
+
+    parents: the caller's groups, one per dimension; all of the ranks have met when each has met in one after the other.
+    """
+
+    parents: tuple[ProcessGroup, ...]
+    ranks: tuple[int, ...]
+    rank: int
+    mesh: tuple[int, ...]
+
+
+# Communicators by the caller's first group, then by shape and order of the ranks (a mesh may have another than its group).
+_Known = dict[tuple[tuple[int, ...], tuple[int, ...]], Communicator]
+_known: "weakref.WeakKeyDictionary[ProcessGroup, _Known]" = weakref.WeakKeyDictionary()
 
 
 def communicator(group: ProcessGroup | DeviceMesh | None = None) -> Communicator:
     """The communicator of a group, made at the first call: all ranks of the group meet here.
 
-    group: None is the default group, or a ring of size 1 where torch.distributed is not initialised. In a 1-D DeviceMesh
-    the rank is the mesh coordinate. Raises TypeError or ValueError for anything else, or where this process is no member.
+    group: None is the default group, or a ring of size 1 where torch.distributed is not initialised. In a DeviceMesh the
+    rank is the place in the mesh, of two dimensions row by row. Raises TypeError or ValueError for anything else, or where this
+    process is no member.
     """
     if group is None:
         if not dist.is_initialized():
             _warn_if_launched()
             return Communicator(0, 1, (0,))
         group = dist.group.WORLD
-    parent, ranks, rank = _membership(group)
-    known = _known.setdefault(parent, {})
-    if ranks not in known:
-        known[ranks] = _made(parent, ranks, rank)
-    return known[ranks]
+    members = _membership(group)
+    known, key = _known.setdefault(members.parents[0], {}), (members.mesh, members.ranks)
+    if key not in known:
+        known[key] = _made(members)
+    return known[key]
 
 
-def _made(parent: ProcessGroup, ranks: tuple[int, ...], rank: int) -> Communicator:
-    """The communicator of a group that has none yet. A collective."""
+def _made(members: _Members) -> Communicator:
+    """The communicator of ranks that have none yet. A collective."""
+    parents, ranks, rank, mesh = members
     if len(ranks) == 1:
-        return Communicator(rank, 1, ranks)
-    comm = Communicator(rank, len(ranks), ranks, _own_groups(parent, ranks))
+        return Communicator(rank, 1, ranks, mesh=mesh)
+    comm = Communicator(rank, len(ranks), ranks, _own_groups(parents, ranks), mesh=mesh)
     names = comm.gather_bytes(_host_name().encode())
     comm.hosts = tuple(map(list(dict.fromkeys(names)).index, names))
     return comm
@@ -217,40 +236,44 @@ def _warn_if_launched() -> None:
         )
 
 
-def _membership(group: object) -> tuple[ProcessGroup, tuple[int, ...], int]:
-    """(process group, global ranks in sequence order, this process's place among them)."""
+def _membership(group: object) -> _Members:
+    """Who the caller's group stands for."""
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"group must be a 1-D DeviceMesh: it has {group.ndim} dimensions; take one with mesh['name']")
-        ranks, place = tuple(group.mesh.tolist()), group.get_coordinate()  # get_local_rank is the group's, not the mesh's
-        rank = -1 if place is None else place[0]
+        if group.ndim > 2:
+            raise ValueError(
+                f"group must be a DeviceMesh of one dimension, or of two, (ring, heads): it has {group.ndim} dimensions; "
+                "take one with mesh['name'], or two with mesh['name', 'name']"
+            )
+        ranks, mesh = tuple(group.mesh.flatten().tolist()), tuple(group.mesh.shape)
     elif isinstance(group, ProcessGroup):
-        ranks, rank = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        mesh = (len(ranks),)
     else:
-        raise TypeError(f"group must be None, a ProcessGroup or a 1-D DeviceMesh: group={group!r} (is this rank a member?)")
-    if rank < 0:
+        raise TypeError(f"group must be None, a ProcessGroup or a DeviceMesh: group={group!r} (is this rank a member?)")
+    if dist.get_rank() not in ranks:
         raise ValueError(f"group must have this process as a member: its ranks are {ranks}")
-    return group.get_group() if isinstance(group, DeviceMesh) else group, ranks, rank
+    parents = tuple(group.get_all_groups()) if isinstance(group, DeviceMesh) else (group,)
+    return _Members(parents, ranks, ranks.index(dist.get_rank()), mesh)
 
 
-def _own_groups(parent: ProcessGroup, ranks: Sequence[int]) -> dict[str, ProcessGroup]:
-    """A process group per device type that the parent serves, each opened by one tiny collective of all its ranks."""
-    backends = dict(item.split(":") for item in str(dist.get_backend_config(parent)).split(","))
+def _own_groups(parents: Sequence[ProcessGroup], ranks: Sequence[int]) -> dict[str, ProcessGroup]:
+    """A process group per device type that the parents serve, each opened by one tiny collective of all its ranks."""
+    backends = dict(item.split(":") for item in str(dist.get_backend_config(parents[0])).split(","))
     groups: dict[str, ProcessGroup] = {}
     if backends.get("cpu") not in (None, "nccl"):
-        groups["cpu"] = _open(parent, ranks, backends["cpu"], torch.device("cpu"))
+        groups["cpu"] = _open(parents, ranks, backends["cpu"], torch.device("cpu"))
     if backends.get("cuda") == "nccl" and torch.cuda.is_available():
-        groups["cuda"] = _open(parent, ranks, "nccl", torch.device("cuda", torch.cuda.current_device()))
+        groups["cuda"] = _open(parents, ranks, "nccl", torch.device("cuda", torch.cuda.current_device()))
     if not groups:
         raise ValueError(f"group must use gloo or nccl: its backends are {backends}")
     return groups
 
 
-def _open(parent: ProcessGroup, ranks: Sequence[int], backend: str, device: torch.device) -> ProcessGroup:
-    _know_as_many_groups(parent, device)
+def _open(parents: Sequence[ProcessGroup], ranks: Sequence[int], backend: str, device: torch.device) -> ProcessGroup:
+    _know_as_many_groups(parents, device)
     group: ProcessGroup = dist.new_group(  # pyright: ignore[reportAssignmentType]
         sorted(ranks),
-        timeout=_timeout(parent, device),
+        timeout=_timeout(parents[0], device),
         backend=backend,
         pg_options=_nccl_options() if backend == "nccl" else None,
         use_local_synchronization=True,
@@ -260,15 +283,16 @@ def _open(parent: ProcessGroup, ranks: Sequence[int], backend: str, device: torc
     return group
 
 
-def _know_as_many_groups(parent: ProcessGroup, device: torch.device) -> None:
-    """Make every rank of the parent know the same number of groups.
+def _know_as_many_groups(parents: Sequence[ProcessGroup], device: torch.device) -> None:
+    """Make every rank know the same number of groups.
 
     new_group with local synchronisation names a group after its ranks and that number, and ranks that name it differently wait
     for each other in vain. A rank outside of some earlier sub-group knows fewer: it makes groups of itself.
     """
     known = dist.distributed_c10d._world.pg_names
     most = torch.tensor([len(known)], device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=parent)
+    for parent in parents:  # the most of each column, then of each row of these: the most of all
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=parent)
     for _ in range(int(most) - len(known)):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 

@@ -48,10 +48,14 @@ class Pending:
 
 
 class P2P:
-    """Sends and receives between neighbours or any ranks of a communicator."""
+    """Sends and receives between neighbours or any ranks of a communicator.
 
-    def __init__(self, comm: Communicator) -> None:
+    among: only between the ranks of these places, which are then numbered 0, 1, ... in this order.
+    """
+
+    def __init__(self, comm: Communicator, among: Sequence[int] | None = None) -> None:
         self._comm = comm
+        self._ranks = comm.ranks if among is None else tuple(comm.ranks[place] for place in among)
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], *, outer: bool = False
@@ -73,4 +77,4 @@ class P2P:
 
     def _op(self, kind: object, tensor: Tensor, rank: int) -> dist.P2POp:
         group = self._comm.group_for(tensor.device.type)
-        return dist.P2POp(kind, tensor, self._comm.ranks[rank], group)  # pyright: ignore[reportArgumentType]
+        return dist.P2POp(kind, tensor, self._ranks[rank], group)  # pyright: ignore[reportArgumentType]
