@@ -67,7 +67,7 @@ class Rows:
         return index
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)  # one entry keeps 8 bytes per token of the ranks on the host and 16 on the device
 def rows(layout: Layout, ranks: range) -> Rows:
     """Where the tokens of these ranks stand among all of theirs."""
     order = layout.order(ranks)
@@ -115,10 +115,9 @@ class Heads:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries over the keys of all ranks."""
-        every = shares(q.shape[2], k.shape[2], len(self.q_rows.lengths))
-        queries, keys = self._sides(every)
-        all_q, all_k, all_v = self._to_heads([(queries, q), (keys, k), (keys, v)])
-        out, lse = self._attend(every[self.rank], all_q, all_k, all_v)
+        every, queries, keys = self._split(q, k)
+        whole = self._to_heads([(queries, q), (keys, k), (keys, v)])
+        out, lse = self._attend(every[self.rank], *whole)
         outs, lses = self._to_tokens([(queries, out), (queries, lse.transpose(1, 2)[..., None])])
         return _beside(outs), _beside(lses)[..., 0].transpose(1, 2).contiguous()
 
@@ -132,21 +131,20 @@ class Heads:
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Pair]:
         """dq and (dk, dv) of this rank's tokens, in float32 or as rounded once: the gradient of the sum over ranks of their
         local losses."""
-        nheads_k = k.shape[2]
-        every = shares(q.shape[2], nheads_k, len(self.q_rows.lengths))
-        queries, keys = self._sides(every)
+        every, queries, keys = self._split(q, k)
         stats = torch.stack((lse, delta), -1).transpose(1, 2)  # (batch, seqlen_q, nheads_q, 2)
         whole = self._to_heads([(queries, dout), (queries, q), (queries, stats), (keys, k), (keys, v)])
-        shared = are_shared(every, nheads_k)
-        dq, *dkv = self._gradients(every[self.rank], whole)
-        dkv = [x if shared else x.to(k.dtype) for x in dkv]
-        dqs, dks, dvs = self._to_tokens([(queries, dq.to(q.dtype)), (keys, dkv[0]), (keys, dkv[1])])
-        home = functools.partial(_added, heads=keys.heads, nheads_k=nheads_k) if shared else _beside
-        return _beside(dqs), (home(dks), home(dvs))
+        dq, dk, dv = self._gradients(every[self.rank], *whole)
+        if are_shared(every, k.shape[2]):
+            dqs, dks, dvs = self._to_tokens([(queries, dq.to(q.dtype)), (keys, dk), (keys, dv)])
+            return _beside(dqs), (_added(dks, keys.heads, k), _added(dvs, keys.heads, v))
+        dqs, dks, dvs = self._to_tokens([(queries, dq.to(q.dtype)), (keys, dk.to(k.dtype)), (keys, dv.to(v.dtype))])
+        return _beside(dqs), (_beside(dks), _beside(dvs))
 
-    def _gradients(self, share: Share, whole: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _gradients(
+        self, share: Share, dout: Tensor, q: Tensor, stats: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """float32 dq, dk, dv of this rank's heads."""
-        dout, q, stats, k, v = whole
         if not share.q:
             dq, dk, dv = (x.float() for x in (q, k, v))
             return dq, dk, dv
@@ -154,8 +152,10 @@ class Heads:
         dq, (dk, dv) = self.inner.backward(dout, q, share.repeated(k), share.repeated(v), lse, delta)
         return dq, share.summed(dk), share.summed(dv)
 
-    def _sides(self, every: Sequence[Share]) -> tuple[_Side, _Side]:
-        return _Side(self.q_rows, tuple(x.q for x in every)), _Side(self.k_rows, tuple(x.k for x in every))
+    def _split(self, q: Tensor, k: Tensor) -> tuple[tuple[Share, ...], _Side, _Side]:
+        """Each rank's share, and what of it are queries and keys."""
+        every = shares(q.shape[2], k.shape[2], len(self.q_rows.lengths))
+        return every, _Side(self.q_rows, tuple(x.q for x in every)), _Side(self.k_rows, tuple(x.k for x in every))
 
     def _to_heads(self, moved: Sequence[tuple[_Side, Tensor]]) -> list[Tensor]:
         """From (batch, this rank's tokens, all heads, width) to (batch, all tokens, this rank's heads, width), in one batch."""
@@ -201,10 +201,9 @@ def _beside(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, 2)
 
 
-def _added(parts: list[Tensor], *, heads: Sequence[range], nheads_k: int) -> Tensor:
-    """The float32 sum of what ranks give to their heads, in the order of ranks."""
-    batch, tokens, _, width = parts[0].shape
-    total = parts[0].new_zeros(batch, tokens, nheads_k, width)
+def _added(parts: list[Tensor], heads: Sequence[range], like: Tensor) -> Tensor:
+    """The float32 sum, shaped like the keys, of what each rank gives to its key heads; in the order of ranks."""
+    total = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
     for part, its in zip(parts, heads, strict=True):
         total[:, :, its.start : its.stop] += part
     return total

@@ -170,7 +170,7 @@ class Layout:
         return torch.from_numpy(self.runs[rank].positions() - self.offset)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def _merged(layout: Layout, n: int) -> Layout:
     rank = np.repeat(np.arange(layout.size) // n, [len(runs.first) for runs in layout.runs])
     first, count, step, _ = map(np.concatenate, zip(*layout.runs, strict=True))

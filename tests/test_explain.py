@@ -156,6 +156,16 @@ def test_heads_are_in_the_report() -> None:
     assert max(map(len, str(told).splitlines())) <= 128
 
 
+def test_what_crosses_borders_where_each_rank_is_a_host() -> None:
+    layout, how = rf.layouts.zigzag(64, 4), {"mesh": (2, 2), "hosts": (0, 1, 2, 3), "mask": CAUSAL}
+    told = [rf.explain(*shards(layout, rank), layout=layout, rank=rank, **how) for rank in range(4)]  # pyright: ignore
+    assert {t.border_bytes for t in told} == {sum(step.bytes_sent for t in told for step in t.steps)}
+    assert {t.grad_border_bytes for t in told} == {sum(step.grad_bytes_sent for t in told for step in t.steps)}
+    for heads in (t.heads for t in told):
+        assert heads is not None
+        assert (heads.border_bytes, heads.grad_border_bytes) == (heads.bytes_sent, heads.grad_bytes_sent)
+
+
 def test_a_mesh_without_an_exchange_of_heads_is_a_ring() -> None:
     layout = rf.layouts.zigzag(40, 4)
     ring = rf.explain(*shards(layout), layout=layout, mask=CAUSAL)
