@@ -52,6 +52,12 @@ def test_any_heads(pools: Pools, size: int, heads: tuple[int, int]) -> None:
     check(pools, size, [Case(CAUSAL, 100, heads=heads, dtype=dtype, **x) for dtype in dtypes for x in how])
 
 
+@pytest.mark.parametrize("mesh", [(2, 3), (3, 2)], ids=str)
+def test_meshes_that_are_not_square(pools: Pools, mesh: tuple[int, int]) -> None:
+    draw = random.Random(str(mesh))
+    check(pools, 6, [Case(m, 63, draw.choice(LAYOUTS), heads=draw.choice(HEADS), mesh=mesh) for m in masks(63).values()])
+
+
 SHAPES = [
     {"headdim": (24, 40)},
     {"headdim": (1, 1)},
