@@ -110,6 +110,35 @@ def test_inner_rings_know_their_own_hosts() -> None:
     assert (plan.layout, plan.hosts) == (layout.merged(2), (0, 1, 2))
 
 
+def subsets(how: dict[str, Any], needs: list[str]) -> list[tuple[int, bool]]:
+    """For each subset, a letter per rank or the same for all: transfers, and whether gradients are those of all three."""
+    case = Case(CAUSAL, 33, heads=(6, 3), **how)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layout, _ = case.layouts(size)
+    right = dict(zip("qkv", run_cases([case])[0][2:], strict=True))
+    found = []
+    for wanted in needs:
+        mine = wanted.split("|")[rank] if "|" in wanted else wanted
+        qkv, (dout, dlse) = case.inputs()
+        leaves = {n: layout.part(x, rank).clone().requires_grad_(n in mine) for n, x in zip("qkv", qkv, strict=True)}
+        options, group = rf.Options(transport=case.transport), mesh_of(case.mesh) if case.mesh else None
+        with sent() as log:
+            given = {"layout": layout, "mask": case.mask, "group": group, "return_lse": True, "options": options}
+            outputs = rf.ring_attention(**leaves, **given)
+            torch.autograd.backward(outputs, [layout.part(dout, rank), layout.part(dlse, rank, 2)])
+        same = [x.grad is None if n not in mine else torch.equal(x.grad, right[n]) for n, x in leaves.items()]  # pyright: ignore
+        found.append((len(log), all(same)))
+    return found
+
+
+@pytest.mark.parametrize("how", [{"transport": "ulysses"}, {"mesh": (2, 2)}], ids=str)
+def test_any_subset_needs_gradients(pools: Pools, how: dict[str, Any]) -> None:
+    """Also one that differs between ranks; what moves is the same for all of them."""
+    for found in pools.run(4, subsets, how, ["q", "k", "v", "qkv", "q|k|v|qk", "k|k|k|v"]):
+        assert all(right for _, right in found)
+        assert len({transfers for transfers, _ in found}) == 1
+
+
 # What moves
 
 
@@ -226,6 +255,16 @@ def refused(shape: tuple[int, ...], change: dict[str, Any], wrong: tuple[int, ..
 
 
 ULYSSES = {"options": rf.Options(transport="ulysses")}
+
+
+def made_with_ulysses() -> str:
+    with pytest.raises(ValueError, match="transport='ulysses' must have all ranks") as error:
+        rf.ContextParallel(DeviceMesh("cpu", [[0, 1], [2, 3]]), options=rf.Options(transport="ulysses"))
+    return str(error.value)
+
+
+def test_a_context_says_so_when_it_is_made(pools: Pools) -> None:
+    assert len(set(pools.run(4, made_with_ulysses))) == 1
 
 
 def test_ulysses_over_a_ring_of_rows_is_refused(pools: Pools) -> None:
