@@ -1,6 +1,7 @@
 """The one call: exact attention of this rank's queries over the keys of all ranks of a group."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash import agreement, checks
+from ringflash.auto import Facts, route
 from ringflash.autograd import attend
 from ringflash.layout import Layout
 from ringflash.mask import Mask
@@ -15,8 +17,13 @@ from ringflash.options import Options
 from ringflash.plan import make_plan
 from ringflash.ring import Ring
 from ringflash.tile import pick
+from ringflash.transport.blocks import Transport
 from ringflash.transport.communicator import Communicator, communicator
+from ringflash.transport.gathered import AllGather
+from ringflash.transport.nvlink import nvlink
 from ringflash.transport.p2p import P2P
+
+TRANSPORTS: dict[str, Callable[[Communicator], Transport]] = {"p2p": P2P, "nvlink": nvlink, "allgather": AllGather}
 
 
 def ring_attention(
@@ -74,11 +81,12 @@ def _prepare(
     """Everything that can go wrong on this rank alone, so that all ranks hear of it before anything moves."""
     qkv, call = checks.prepare(*qkv, given, rank=comm.rank, size=comm.size)
     device_type = qkv[0].device.type
-    transport = None
     if comm.size > 1:
         comm.group_for(device_type)
-        transport = P2P(comm)
-    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=call.options.schedule, hosts=comm.hosts)
-    q, _, v = qkv
+    q, k, v = qkv
+    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=comm.hosts or (0,), shares_memory=comm.link is not None)
+    found = route(call.options, facts)
+    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=found.schedule, hosts=comm.hosts)
+    transport = TRANSPORTS[found.transport](comm) if comm.size > 1 else None
     tile = pick(call.options.kernel, q, v, deterministic=call.options.deterministic)
     return qkv, Ring(plan, comm.rank, tile, transport, call.scale), call

@@ -1,27 +1,28 @@
 """What a call would do, before it does: kernel, transport, schedule, and work and bytes per step, with the reasons."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ringflash import checks
+from ringflash.auto import Facts, route
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
-from ringflash.plan import Plan, make_plan
+from ringflash.plan import Course, Plan, make_plan
 from ringflash.schedules import Transfer
 from ringflash.tile import Inputs, choose, pick
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of one rank: the block attended, its visible pairs per head, and bytes that set out meanwhile and come in.
+    """One step of one rank: the blocks attended, their visible pairs per head, and bytes that set out meanwhile and come in.
 
     grad_bytes_*: what backward sends and receives in that step besides, as float32 dK and dV.
     """
 
-    attends: int | None
+    attends: tuple[int, ...]
     pairs: int
     bytes_sent: int
     bytes_received: int
@@ -33,6 +34,8 @@ class StepReport:
 class Explanation:
     """A call, explained for one rank; str() is the report. flops: forward, of this rank (backward is 2.5 times that).
 
+    steps: of a forward pass, and of a backward pass unless backward_steps has others. buffer_bytes: what a rank holds of
+    others' blocks at most, or, with a transport that gathers, all that it keeps for that (Options.max_buffer_bytes).
     border_bytes: K and V of all ranks that cross host borders, in forward and again in backward; grad_border_bytes: what
     backward moves across them besides, as float32 dK and dV.
     """
@@ -45,6 +48,7 @@ class Explanation:
     transport: str
     schedule: str
     steps: tuple[StepReport, ...]
+    backward_steps: tuple[StepReport, ...]
     pairs_per_rank: tuple[int, ...]
     flops: int
     buffer_bytes: int
@@ -66,18 +70,11 @@ class Explanation:
             f"transport  {self.transport}",
             f"schedule   {self.schedule}",
             f"work       {flops}FLOP forward on this rank; busiest rank {self.imbalance:.3f} x the mean",
-            f"buffers    {_size(self.buffer_bytes)} for blocks in flight, forward",
+            f"buffers    {_size(self.buffer_bytes)} for blocks of others",
             *self._borders(),
-            "step  attends  visible pairs    sends  receives  backward also sends  receives",
+            *_table(self.steps, "step"),
         ]
-        for t, s in enumerate(self.steps):
-            going_home = s.attends is None and s.grad_bytes_sent + s.grad_bytes_received > 0
-            block = "home" if going_home else "-" if s.attends is None else str(s.attends)
-            lines.append(
-                f"{t:>4}  {block:>7}  {s.pairs:>13,}  {_size(s.bytes_sent):>7}  {_size(s.bytes_received):>8}"
-                f"  {_size(s.grad_bytes_sent):>19}  {_size(s.grad_bytes_received):>8}"
-            )
-        return "\n".join(lines)
+        return "\n".join([*lines, *(_table(self.backward_steps, "back") if self.backward_steps else ())])
 
     def _borders(self) -> list[str]:
         """What crosses host borders, where there are any."""
@@ -85,6 +82,19 @@ class Explanation:
             return []
         home = f"in backward {_size(self.grad_border_bytes)} of dK and dV besides"
         return [f"hosts      {len(set(self.hosts))}; {_size(self.border_bytes)} of K and V cross their borders, {home}"]
+
+
+def _table(steps: Sequence[StepReport], name: str) -> list[str]:
+    """Steps, one a line under a head."""
+    lines = [f"{name}  attends  visible pairs    sends  receives  backward also sends  receives"]
+    for t, s in enumerate(steps):
+        going_home = not s.attends and s.grad_bytes_sent + s.grad_bytes_received > 0
+        blocks = "home" if going_home else ",".join(map(str, s.attends)) or "-"
+        lines.append(
+            f"{t:>4}  {blocks:>7}  {s.pairs:>13,}  {_size(s.bytes_sent):>7}  {_size(s.bytes_received):>8}"
+            f"  {_size(s.grad_bytes_sent):>19}  {_size(s.grad_bytes_received):>8}"
+        )
+    return lines
 
 
 def explain(
@@ -117,8 +127,15 @@ def explain(
     if rank >= size:
         raise ValueError(f"rank must be in 0 ... size-1: rank={rank}, size={size}")
     (q, k, v), call = checks.prepare(q, k, v, given, rank=rank, size=size, meta=True)
-    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=options.schedule, hosts=checks.hosts(hosts, size))
-    return _report(plan, call, (q, k, v), rank)
+    places = checks.hosts(hosts, size)
+    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=places, shares_memory=len(set(places)) == 1)
+    found = route(options, facts._replace(device="cuda") if k.device.type == "meta" else facts)
+    plan = make_plan(call.layout, call.mask, call.kv_layout, schedule=found.schedule, hosts=places)
+    report = _report(plan, call, (q, k, v), rank)
+    if size == 1:
+        return report
+    buffers = report.buffer_bytes if found.transport == "p2p" else facts.buffer_bytes
+    return replace(report, transport=f"{found.transport} ({found.why})", buffer_bytes=buffers)
 
 
 def _report(plan: Plan, call: checks.Call, qkv: tuple[Tensor, Tensor, Tensor], rank: int) -> Explanation:
@@ -133,9 +150,12 @@ def _report(plan: Plan, call: checks.Call, qkv: tuple[Tensor, Tensor, Tensor], r
         layout=repr(call.layout),
         mask=checks.mask_words(plan.mask),
         kernel=_kernel(q, v, call.options),
-        transport="none (one rank)" if plan.size == 1 else "p2p (the only one; NCCL for GPU tensors, gloo for CPU tensors)",
+        transport="none (one rank)",
         schedule=f"{plan.schedule} ({plan.why})",
-        steps=_steps(plan, rank, per_token, k.element_size()),
+        steps=_steps(plan, plan.forward, rank, per_token * k.element_size(), per_token * 4),
+        backward_steps=()
+        if plan.backward is plan.forward
+        else _steps(plan, plan.backward, rank, per_token * k.element_size(), per_token * 4),
         pairs_per_rank=tuple(int(w.sum()) // rows for w in work),
         flops=2 * q.shape[0] * q.shape[2] * pairs * (q.shape[3] + v.shape[3]) // rows,
         buffer_bytes=_most_held(plan, rank) * per_token * k.element_size(),
@@ -152,7 +172,7 @@ def _crossing(plan: Plan) -> tuple[int, int]:
     def tokens(moves: Iterable[tuple[Transfer, int]]) -> int:
         return sum(lengths[x.block] for x, _ in moves if hosts[x.source] != hosts[x.target])
 
-    return sum(tokens(step.blocks) for step in plan.steps), sum(tokens(step.partials) for step in plan.steps)
+    return sum(tokens(step.blocks) for step in plan.forward.steps), sum(tokens(step.partials) for step in plan.backward.steps)
 
 
 def _kernel(q: Tensor, v: Tensor, options: Options) -> str:
@@ -170,29 +190,30 @@ def _most_held(plan: Plan, rank: int) -> int:
     """The most tokens of other ranks' keys that a rank holds at a time."""
     held: set[int] = set()
     most = 0
-    for turn in plan.turns[rank]:
+    for turn in plan.forward.turns[rank]:
         held |= {block for block, _ in turn.departing.recvs}
         most = max(most, sum(plan.kv_layout.lengths[block] for block in held))
         held -= set(turn.drop)
     return most
 
 
-def _steps(plan: Plan, rank: int, per_token: int, itemsize: int) -> tuple[StepReport, ...]:
+def _steps(plan: Plan, course: Course, rank: int, per_token: int, grads_per_token: int) -> tuple[StepReport, ...]:
+    """The steps of a pass; per_token: bytes of K and V, and of float32 dK and dV."""
     work, rows = plan.work(rank), len(plan.rows)
 
-    def moved(hops: tuple[tuple[int, int], ...], itemsize: int) -> int:
-        return sum(plan.kv_layout.lengths[block] * per_token * itemsize for block, _ in hops)
+    def moved(hops: tuple[tuple[int, int], ...], nbytes: int) -> int:
+        return sum(plan.kv_layout.lengths[block] * nbytes for block, _ in hops)
 
     return tuple(
         StepReport(
             attends=turn.attend,
-            pairs=0 if turn.attend is None else int(work[turn.attend]) // rows,
-            bytes_sent=moved(turn.departing.sends, itemsize),
-            bytes_received=moved(turn.departing.recvs, itemsize),
-            grad_bytes_sent=moved(turn.departing.grad_sends, 4),
-            grad_bytes_received=moved(turn.departing.grad_recvs, 4),
+            pairs=sum(int(work[block]) for block in turn.attend) // rows,
+            bytes_sent=moved(turn.departing.sends, per_token),
+            bytes_received=moved(turn.departing.recvs, per_token),
+            grad_bytes_sent=moved(turn.departing.grad_sends, grads_per_token),
+            grad_bytes_received=moved(turn.departing.grad_recvs, grads_per_token),
         )
-        for turn in plan.turns[rank]
+        for turn in course.turns[rank]
     )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from ringflash.plan import make_plan
 from ringflash.ring import Ring
 from ringflash.tile import pick
 from ringflash.transport import communicator
+from ringflash.transport.blocks import Shared
+from ringflash.transport.communicator import Communicator
+from ringflash.transport.nvlink import NVLink
 from ringflash.transport.p2p import P2P
 
 NAMES = ("contiguous", "zigzag", "striped")
@@ -46,6 +50,7 @@ class Case:
     layout: str = "zigzag"
     kv_layout: str | None = None
     schedule: str = "auto"
+    transport: str = "auto"
     hosts: tuple[int, ...] | None = None  # as if the ranks ran on such hosts; None: on one
     dtype: torch.dtype = torch.float32
     batch: int = 2
@@ -126,7 +131,7 @@ def run_cases(cases: Sequence[Case]) -> list[Results]:
 
 def _ring(case: Case, rank: int, size: int) -> Results:
     layout, kv_layout = case.layouts(size)
-    options = rf.Options(schedule=case.schedule)
+    options = rf.Options(schedule=case.schedule, transport=case.transport)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return rf.ring_attention(  # pyright: ignore[reportReturnType]
@@ -180,13 +185,13 @@ def sent() -> Iterator[list[tuple[int, int, torch.dtype]]]:
 # Rings of more ranks than there are cores: threads that leave tensors in each other's mailboxes
 
 
-class _Mail:
-    """A transport between threads."""
+class _Mail(P2P):
+    """Sends and receives between threads."""
 
     def __init__(self, rank: int, boxes: dict[tuple[int, int, bool], queue.Queue]) -> None:
         self._rank, self._boxes = rank, boxes
 
-    def exchange(
+    def exchange(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], *, outer: bool = False
     ) -> "_Parcels":
         for x, to in sends:
@@ -208,16 +213,66 @@ class _Parcels:
             x.copy_(box.get(timeout=30))
 
 
+class Threads:
+    """What threads share that take each other for ranks whose GPUs read each other's memory."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.meetings = [threading.Barrier(size, timeout=30) for _ in range(4)]
+        self.memory: list[Tensor] = [torch.empty(0)] * size
+
+    def transport(self, rank: int, pause: Callable[[], None] = lambda: None) -> NVLink:
+        """A rank's transport. pause: what its copy engine does before it begins."""
+        return NVLink(Communicator(rank, self.size, tuple(range(self.size))), _ThreadLink(self, rank, pause))
+
+
+class _ThreadLink:
+    """One thread's link: memory is shared anyway, and there is one stream, in which copies are made at once."""
+
+    captured = False
+
+    def __init__(self, threads: Threads, rank: int, pause: Callable[[], None]) -> None:
+        self._threads, self._rank, self._pause = threads, rank, pause
+
+    def shared(self, nbytes: int) -> Shared:
+        self._threads.memory[self._rank] = mine = torch.empty(nbytes, dtype=torch.uint8)
+        self.meet(-1)
+        of = list(self._threads.memory)
+        self.meet(-1)
+        return Shared(mine, of)
+
+    def meet(self, channel: int) -> None:
+        self._threads.meetings[channel].wait()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self._pause()
+        yield
+
+    def rejoin(self) -> None:
+        """Copies were made at once."""
+
+    def count(self, arrived: Tensor, block: int, heads: int) -> None:
+        assert arrived[block] < heads
+        arrived[block] = heads
+
+    def late(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32)
+
+
 def run_threads(case: Case, size: int) -> list[Results]:
     """The case on a ring of `size` threads of this process: each rank's shards."""
     layout, kv_layout = case.layouts(size)
-    plan = make_plan(layout, case.mask, kv_layout, schedule=case.schedule, hosts=case.hosts)
+    gathers = case.transport == "nvlink"
+    plan = make_plan(layout, case.mask, kv_layout, schedule="gather" if gathers else case.schedule, hosts=case.hosts)
     boxes = {(a, b, outer): queue.Queue() for a in range(size) for b in range(size) for outer in (False, True)}
+    shared = Threads(size)
     (q, _, v), _ = case.inputs()
     tile, scale = pick("reference", q, v), case.headdim[0] ** -0.5 if case.scale is None else case.scale
 
     def one(rank: int) -> Results:
-        ring = Ring(plan, rank, tile, _Mail(rank, boxes), scale)
+        transport = shared.transport(rank) if gathers else _Mail(rank, boxes)
+        ring = Ring(plan, rank, tile, transport, scale)
         return on_rank(case, rank, size, lambda q, k, v: attend(q, k, v, ring=ring))
 
     with ThreadPoolExecutor(size) as threads:
@@ -229,7 +284,7 @@ def run_threads(case: Case, size: int) -> list[Results]:
 
 def alone(case: Case) -> Results:
     """The ring of one rank in the case's own dtype."""
-    return _alone(replace(case, layout="contiguous", kv_layout=None, schedule="auto", hosts=None))
+    return _alone(replace(case, layout="contiguous", kv_layout=None, schedule="auto", transport="auto", hosts=None))
 
 
 @functools.lru_cache(maxsize=512)
@@ -239,7 +294,7 @@ def _alone(case: Case) -> Results:
 
 def exact(case: Case) -> Results:
     """The oracle's float64 results."""
-    return _exact(replace(case, layout="contiguous", kv_layout=None, schedule="auto", hosts=None))
+    return _exact(replace(case, layout="contiguous", kv_layout=None, schedule="auto", transport="auto", hosts=None))
 
 
 @functools.lru_cache(maxsize=512)

@@ -34,19 +34,20 @@ def shards(layout: rf.Layout, rank: int = 0, dtype: torch.dtype = torch.bfloat16
 @settings(max_examples=40)
 def test_work_and_bytes_are_right(mask: rf.Mask, name: str, schedule: str, size: int, data: st.DataObject) -> None:
     layout, rank = getattr(rf.layouts, name)(40, size), data.draw(st.integers(0, size - 1))
-    told = rf.explain(*shards(layout, rank), layout=layout, mask=mask, rank=rank, options=rf.Options(schedule=schedule))
+    options = rf.Options(schedule=schedule, transport="p2p")
+    told = rf.explain(*shards(layout, rank), layout=layout, mask=mask, rank=rank, options=options)
     plan = make_plan(layout, mask, schedule=schedule)
     position = torch.arange(40)
     pairs = oracle.visible(mask, position, position)[0]
-    for step, turn in zip(told.steps, plan.turns[rank], strict=True):
-        seen = 0 if step.attends is None else int(pairs[layout.positions(rank)][:, layout.positions(step.attends)].sum())
+    for step, turn in zip(told.steps, plan.forward.turns[rank], strict=True):
+        seen = sum(int(pairs[layout.positions(rank)][:, layout.positions(block)].sum()) for block in step.attends)
         assert (step.attends, step.pairs) == (turn.attend, seen)
         element = 2 * 2 * (64 + 32)  # batch * nheads_k * (headdim + headdim_v)
         for told_bytes, hops, itemsize in (
-            (step.bytes_sent, turn.sends, 2),
-            (step.bytes_received, turn.recvs, 2),
-            (step.grad_bytes_sent, turn.grad_sends, 4),
-            (step.grad_bytes_received, turn.grad_recvs, 4),
+            (step.bytes_sent, turn.hops.sends, 2),
+            (step.bytes_received, turn.hops.recvs, 2),
+            (step.grad_bytes_sent, turn.hops.grad_sends, 4),
+            (step.grad_bytes_received, turn.hops.grad_recvs, 4),
         ):
             assert told_bytes == sum(layout.lengths[block] for block, _ in hops) * element * itemsize
     each = [int(pairs[layout.positions(r)].sum()) for r in range(size)]
@@ -108,10 +109,10 @@ def test_bytes_over_host_borders(hosts: Sequence[int], schedule: str) -> None:
     element = 2 * 2 * (64 + 32)  # batch * nheads_k * (headdim + headdim_v)
 
     def tokens(kind: str) -> int:
-        hops = [(r, hop) for r in range(4) for turn in plan.turns[r] for hop in getattr(turn.departing, kind)]
+        hops = [(r, hop) for r in range(4) for turn in plan.forward.turns[r] for hop in getattr(turn.departing, kind)]
         return sum(layout.lengths[block] for rank, (block, to) in hops if hosts[rank] != hosts[to])
 
-    for told, turns in zip(every, plan.turns, strict=True):
+    for told, turns in zip(every, plan.forward.turns, strict=True):
         assert told.schedule == f"{plan.schedule} ({plan.why})"
         assert (told.border_bytes, told.grad_border_bytes) == (
             tokens("sends") * element * 2,

@@ -56,6 +56,7 @@ class Case:
     dtype: str
     schedule: str
     seed: int
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _inputs(case: Case, device: torch.device) -> list[Tensor]:
 def _run(inputs: Sequence[Tensor], comm: Communicator, layout: Layout, case: Case) -> Results:
     q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
     dout, dlse = inputs[3:]
-    given = checks.Given(layout, mask=case.mask, options=Options(schedule=case.schedule))
+    given = checks.Given(layout, mask=case.mask, options=Options(schedule=case.schedule, transport=case.transport))
     out, lse = attend_over(comm, (q, k, v), given, return_lse=True)
     grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
     return Results(out.detach(), lse.detach(), *grads)
@@ -289,6 +290,7 @@ def _case(args: argparse.Namespace, layout: str, mask: str) -> Case:
         dtype=args.dtype,
         schedule=args.schedule,
         seed=args.seed,
+        transport=args.transport,
     )
 
 
@@ -309,6 +311,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--headdim", type=_pair, default=(64, 64), metavar="D/DV", help="head dimensions (default 64/64)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--schedule", choices=CHOICES["schedule"], default="auto")
+    parser.add_argument("--transport", choices=CHOICES["transport"], default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: GPUs where there are some")
     parser.add_argument("--seed", type=int, default=0)
     return parser

@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringflash.transport import symmetric
+from ringflash.transport.symmetric import Symmetric
+
 _LEFT = "ringflash/left"  # store keys: why a rank left a call without joining its exchange, and which ranks did
 MESSAGE_BYTES = 4096  # of what one rank tells the others: one size for all, or calls out of order would not even pair up
 LEFT_TOGETHER = datetime.timedelta(seconds=2)  # in which ranks that made the same mistake have all said so
@@ -29,7 +32,7 @@ class Communicator:
     """One ring's membership. `rank` and `size` are places in sequence order; `ranks` the global rank of each place.
 
     groups holds a process group of the ring's own per device type, so that its traffic never mixes with the caller's.
-    hosts: the number of each rank's host, by host name; the first rank's is 0.
+    hosts: the number of each rank's host, by host name; the first rank's is 0. link: memory that the ranks' GPUs share, if so.
     calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode that the
     ring's first call agreed. left: why this rank did not join an exchange that the others may wait for.
     message_bytes: the size of a message of gather_bytes.
@@ -40,6 +43,7 @@ class Communicator:
     ranks: tuple[int, ...]
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     hosts: tuple[int, ...] = ()
+    link: Symmetric | None = None
     calls: int = 0
     check: str = "first"
     left: str | None = None
@@ -198,7 +202,21 @@ def _made(parent: ProcessGroup, ranks: tuple[int, ...], rank: int) -> Communicat
     comm = Communicator(rank, len(ranks), ranks, _own_groups(parent, ranks))
     names = comm.gather_bytes(_host_name().encode())
     comm.hosts = tuple(map(list(dict.fromkeys(names)).index, names))
+    comm.link = _link(comm)
     return comm
+
+
+def _link(comm: Communicator) -> Symmetric | None:
+    """Shared memory of the ranks' GPUs, if every one of them can have it. A collective where there are GPUs."""
+    if "cuda" not in comm.groups or len(set(comm.hosts)) > 1:
+        return None
+    group, link, reason = comm.groups["cuda"], None, b""
+    timeout = _timeout(group, torch.device("cuda", torch.cuda.current_device())) or datetime.timedelta(minutes=10)
+    try:
+        link = symmetric.connect(group, comm.ranks, timeout_ms=int(timeout.total_seconds() * 1000))
+    except (RuntimeError, ImportError) as error:
+        reason = str(error).encode()[:200] or b"?"
+    return None if any(comm.gather_bytes(reason)) else link
 
 
 def _host_name() -> str:
