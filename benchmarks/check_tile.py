@@ -95,7 +95,7 @@ def poisoned(x: Tensor, begin: Tensor, end: Tensor) -> Tensor:
 def in_two(k: Tensor, v: Tensor, begin: Tensor, end: Tensor) -> list[Segment]:
     """The keys as two segments, the second with a flag."""
     half = k.shape[1] // 2 + 3
-    ready = torch.ones(1, dtype=torch.int32, device=k.device)
+    ready = torch.full((1,), k.shape[2], dtype=torch.int32, device=k.device)
     return [
         Segment(k[:, :half], v[:, :half], begin.clamp(max=half), end.clamp(max=half)),
         Segment(k[:, half:], v[:, half:], (begin - half).clamp(min=0), (end - half).clamp(min=0), ready),

@@ -89,7 +89,7 @@ def _dq_kernel(q_ptr, q_strides, dout_ptr, dout_strides, lse_ptr, delta_ptr, k0,
         touched = touched | (hi > lo)
         if WAIT:  # noqa: SIM102
             if (hi > lo) & (((blocks.size(waits) >> s) & 1) != 0):
-                blocks.wait(blocks.pick(readys, s, SEGMENTS), FENCE)
+                blocks.wait(blocks.pick(readys, s, SEGMENTS), h // group, FENCE)
         k, v = blocks.pick_view(ks, s, SEGMENTS, TMA), blocks.pick_view(vs, s, SEGMENTS, TMA)
         k_at = blocks.pick_at(k_strides, s, b, h // group, SEGMENTS, ALIGN, TMA)
         v_at = blocks.pick_at(v_strides, s, b, h // group, SEGMENTS, ALIGN, TMA)
@@ -187,7 +187,7 @@ def _dkv_kernel(q, q_strides, dout, dout_strides, lse, delta, ks, vs, k_strides,
     if hi > lo:
         if WAIT:  # noqa: SIM102
             if ((blocks.size(waits) >> s) & 1) != 0:
-                blocks.wait(blocks.pick(readys, s, SEGMENTS), False)
+                blocks.wait(blocks.pick(readys, s, SEGMENTS), hk, False)
         k_at = blocks.pick_at(k_strides, s, b, hk, SEGMENTS, ALIGN, False)
         v_at = blocks.pick_at(v_strides, s, b, hk, SEGMENTS, ALIGN, False)
         seen = (first < last) & (keys < seqlen_k)  # what another key holds may be NaN, and 0 * NaN is NaN

@@ -242,12 +242,12 @@ def schedule(pid, blocks, heads, chunk):
 
 
 @triton.jit
-def wait(ready_ptr, FENCE: tl.constexpr):
-    """Spin until the flag is set; FENCE orders the copy engine's reads behind it as well."""
-    flag = tl.atomic_add(ready_ptr, 0, sem="acquire", scope="sys")
-    while flag == 0:
-        flag = tl.atomic_add(ready_ptr, 0, sem="acquire", scope="sys")
+def wait(ready_ptr, head, FENCE: tl.constexpr):
+    """Spin until the key head has arrived; FENCE orders the copy engine's reads behind the flag as well."""
+    arrived = tl.atomic_add(ready_ptr, 0, sem="acquire", scope="sys")
+    while arrived <= head:
+        arrived = tl.atomic_add(ready_ptr, 0, sem="acquire", scope="sys")
     if FENCE:
         tl.inline_asm_elementwise(
-            "fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [flag], dtype=tl.int32, is_pure=False, pack=1
+            "fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [arrived], dtype=tl.int32, is_pure=False, pack=1
         )

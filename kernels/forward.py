@@ -92,7 +92,7 @@ def _kernel(q_ptr, q_strides, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4
             lo, full_lo, full_hi, hi = blocks.key_range(begin, end, valid, BLOCK_K)
             if WAIT:  # noqa: SIM102
                 if (hi > lo) & (((blocks.size(waits) >> s) & 1) != 0):
-                    blocks.wait(blocks.pick(readys, s, SEGMENTS), FENCE)
+                    blocks.wait(blocks.pick(readys, s, SEGMENTS), h // group, FENCE)
             k, v = blocks.pick_view(ks, s, SEGMENTS, TMA), blocks.pick_view(vs, s, SEGMENTS, TMA)
             k_at = blocks.pick_at(k_strides, s, b, h // group, SEGMENTS, ALIGN, TMA)
             v_at = blocks.pick_at(v_strides, s, b, h // group, SEGMENTS, ALIGN, TMA)

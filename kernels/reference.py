@@ -26,7 +26,8 @@ class Segment(NamedTuple):
 
     k (batch, seqlen_k, nheads_k, headdim); v (batch, seqlen_k, nheads_k, headdim_v);
     begin, end int32 (1 or batch, seqlen_q), 0 <= begin <= end <= seqlen_k, non-decreasing along the row;
-    ready int32 (1,) or None: where given, the tile waits until it is non-zero before it reads k or v;
+    ready int32 (1,) or None: where given, how many of the key heads, from the first, have arrived: the tile waits until a head
+    is among them before it reads its k or v (any number from nheads_k on: all have);
     late int32 (1,) or None, device or pinned memory: a Hopper kernel that has waited for 20 s sets it to 1 and goes on, with a
     result that means nothing. Without it, and in the other tiles, the wait has no end.
     """
@@ -68,8 +69,8 @@ class _Block(NamedTuple):
 
 
 def _wait(segment: Segment) -> None:
-    """Until another thread, process or stream has set the flag."""
-    while segment.ready is not None and not int(segment.ready):
+    """Until another thread, process or stream has counted all heads in."""
+    while segment.ready is not None and int(segment.ready) < segment.k.shape[2]:
         time.sleep(1e-4)
 
 

@@ -1,6 +1,7 @@
 """The one call: exact attention of this rank's queries over the keys of all ranks of a group."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash import agreement, checks
+from ringflash.auto import Facts, Route, route
 from ringflash.autograd import attend
 from ringflash.heads import Heads, inner_plan, rows
 from ringflash.layout import Layout
@@ -15,8 +17,13 @@ from ringflash.mask import Mask
 from ringflash.options import Options
 from ringflash.ring import Ring
 from ringflash.tile import Tile, pick
+from ringflash.transport.blocks import Transport
 from ringflash.transport.communicator import Communicator, communicator
+from ringflash.transport.gathered import AllGather
+from ringflash.transport.nvlink import nvlink
 from ringflash.transport.p2p import P2P
+
+TRANSPORTS: dict[str, Callable[[Communicator], Transport]] = {"p2p": P2P, "nvlink": nvlink, "allgather": AllGather}
 
 
 def ring_attention(
@@ -38,8 +45,8 @@ def ring_attention(
     headdim_v): this rank's shards, already laid out as `layout` says; float32, float16 or bfloat16, any strides; nheads_q a
     multiple of nheads_k; head dimensions 1 ... 256. Under autocast they are cast to its dtype, as torch's attention does.
     layout: an rf.Layout, or a name where every rank holds the same number of tokens. kv_layout: where keys lie otherwise.
-    group: None (the default group, or a ring of one), a ProcessGroup, or a DeviceMesh: of one dimension, or of two,
-    (ring, heads), which are counted row by row: the ranks of a row exchange sequence for heads, and rows form the ring.
+    group: None (the default group, or a ring of one), a ProcessGroup, or a DeviceMesh: of one dimension, or of two
+    named ("ring", "heads"), counted row by row: the ranks of a row exchange sequence for heads, and rows form the ring.
     scale: headdim ** -0.5.
 
     Returns out (batch, seqlen_q, nheads_q, headdim_v) in q's dtype; with return_lse also lse float32 (batch, nheads_q,
@@ -75,23 +82,23 @@ def _prepare(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Ring | Heads, checks.Call]:
     """Everything that can go wrong on this rank alone, so that all ranks hear of it before anything moves."""
     qkv, call = checks.prepare(*qkv, given, rank=comm.rank, size=comm.size)
-    q, _, v = qkv
+    q, k, v = qkv
     if comm.size > 1:
         comm.group_for(q.device.type)
+    heads = checks.heads_ranks(call.options.transport, comm.mesh)
+    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=comm.hosts, shares_memory=comm.link is not None, heads=heads)
+    found = route(call.options, facts)
     tile = pick(call.options.kernel, q, v, deterministic=call.options.deterministic)
-    return qkv, _ring(comm, call, tile), call
+    return qkv, _ring(comm, call, found, tile), call
 
 
-def _ring(comm: Communicator, call: checks.Call, tile: Tile) -> Ring | Heads:
+def _ring(comm: Communicator, call: checks.Call, found: Route, tile: Tile) -> Ring | Heads:
     """This rank's ring, inside an exchange of heads where several ranks share them."""
-    n = checks.heads_ranks(call.options.transport, comm.mesh)
+    n = found.heads
     row, column = divmod(comm.rank, n)
-    plan = inner_plan(
-        call.layout, call.mask, call.kv_layout, size=n, rank=column, schedule=call.options.schedule, hosts=comm.hosts
-    )
-    transport = P2P(comm, range(column, comm.size, n)) if comm.size > 1 else None
-    ring = Ring(plan, row, tile, transport, call.scale)
+    plan = inner_plan(call.layout, call.mask, call.kv_layout, size=n, rank=column, schedule=found.schedule, hosts=comm.hosts)
     if n == 1:
-        return ring
+        return Ring(plan, row, tile, TRANSPORTS[found.transport](comm) if comm.size > 1 else None, call.scale)
+    ring = Ring(plan, row, tile, P2P(comm, range(column, comm.size, n)), call.scale)
     ranks = range(row * n, row * n + n)
     return Heads(ring, column, rows(call.layout, ranks), rows(call.kv_layout, ranks), P2P(comm, ranks))

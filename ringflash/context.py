@@ -21,9 +21,9 @@ from ringflash.transport.communicator import Communicator, communicator
 class ContextParallel:
     """A ring of ranks that share every sequence.
 
-    group: None (the default group, or a ring of one), a ProcessGroup or a DeviceMesh of one dimension, or of two, (ring,
-    heads), as for ring_attention; all its ranks construct this together. layout: the name batches use unless they say
-    otherwise. Raises ValueError or TypeError for wrong arguments.
+    group: None (the default group, or a ring of one), a ProcessGroup or a DeviceMesh of one dimension, or of two named
+    ("ring", "heads"), as for ring_attention; all its ranks construct this together. layout: the name batches use unless they
+    say otherwise. Raises ValueError or TypeError for wrong arguments.
     """
 
     def __init__(

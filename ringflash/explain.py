@@ -1,16 +1,17 @@
 """What a call would do, before it does: kernel, transport, schedule, and work and bytes per step, with the reasons."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ringflash import checks
+from ringflash.auto import Facts, Route, route
 from ringflash.heads import inner_plan
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
-from ringflash.plan import Plan
+from ringflash.plan import Course, Plan
 from ringflash.schedules import Transfer
 from ringflash.shares import Share, are_shared, shares
 from ringflash.tile import Inputs, choose, pick
@@ -18,12 +19,12 @@ from ringflash.tile import Inputs, choose, pick
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of one rank: the block attended, its visible pairs per head, and bytes that set out meanwhile and come in.
+    """One step of one rank: the blocks attended, their visible pairs per head, and bytes that set out meanwhile and come in.
 
     grad_bytes_*: what backward sends and receives in that step besides, as float32 dK and dV.
     """
 
-    attends: int | None
+    attends: tuple[int, ...]
     pairs: int
     bytes_sent: int
     bytes_received: int
@@ -56,7 +57,7 @@ class HeadsReport:
         )
         over = f"; of these {border} and {grad_border} cross host borders" if self.border_bytes else ""
         return [
-            f"heads      {self.nheads_q} of queries, {self.nheads_k} of keys{again}",
+            f"heads      over {self.ranks} ranks; here {self.nheads_q} of queries, {self.nheads_k} of keys{again}",
             f"exchange   {there} sent to the other {self.ranks - 1} in forward, {back} in backward{over}",
         ]
 
@@ -65,9 +66,10 @@ class HeadsReport:
 class Explanation:
     """A call, explained for one rank; str() is the report. flops: forward, of this rank (backward is 2.5 times that).
 
+    steps: of a forward pass, and of a backward pass unless backward_steps has others. buffer_bytes: what a rank holds of
+    others' blocks at most, or, with a transport that gathers, all that it keeps for that (Options.max_buffer_bytes).
     pairs_per_rank: visible pairs per head; heads_per_rank: query heads that each rank attends. heads: where ranks exchange
     sequence for heads, how; steps are then those of the ring around the exchange, whose blocks are counted by mesh row.
-
     border_bytes: K and V of all ranks that cross host borders, in forward and again in backward; grad_border_bytes: what
     backward moves across them besides, as float32 dK and dV.
     """
@@ -80,6 +82,7 @@ class Explanation:
     transport: str
     schedule: str
     steps: tuple[StepReport, ...]
+    backward_steps: tuple[StepReport, ...]
     pairs_per_rank: tuple[int, ...]
     heads_per_rank: tuple[int, ...]
     flops: int
@@ -105,18 +108,11 @@ class Explanation:
             *(self.heads.lines() if self.heads else []),
             f"schedule   {self.schedule}",
             f"work       {flops}FLOP forward on this rank; busiest rank {self.imbalance:.3f} x the mean",
-            f"buffers    {_size(self.buffer_bytes)} for blocks in flight, forward",
+            f"buffers    {_size(self.buffer_bytes)} for blocks of others",
             *self._borders(),
-            "step  attends  visible pairs    sends  receives  backward also sends  receives",
+            *_table(self.steps, "step"),
         ]
-        for t, s in enumerate(self.steps):
-            going_home = s.attends is None and s.grad_bytes_sent + s.grad_bytes_received > 0
-            block = "home" if going_home else "-" if s.attends is None else str(s.attends)
-            lines.append(
-                f"{t:>4}  {block:>7}  {s.pairs:>13,}  {_size(s.bytes_sent):>7}  {_size(s.bytes_received):>8}"
-                f"  {_size(s.grad_bytes_sent):>19}  {_size(s.grad_bytes_received):>8}"
-            )
-        return "\n".join(lines)
+        return "\n".join([*lines, *(_table(self.backward_steps, "back") if self.backward_steps else ())])
 
     def _borders(self) -> list[str]:
         """What crosses host borders, where there are any."""
@@ -124,6 +120,19 @@ class Explanation:
             return []
         home = f"in backward {_size(self.grad_border_bytes)} of dK and dV besides"
         return [f"hosts      {len(set(self.hosts))}; {_size(self.border_bytes)} of K and V cross their borders, {home}"]
+
+
+def _table(steps: Sequence[StepReport], name: str) -> list[str]:
+    """Steps, one a line under a head."""
+    lines = [f"{name}  attends  visible pairs    sends  receives  backward also sends  receives"]
+    for t, s in enumerate(steps):
+        going_home = not s.attends and s.grad_bytes_sent + s.grad_bytes_received > 0
+        blocks = "home" if going_home else ",".join(map(str, s.attends)) or "-"
+        lines.append(
+            f"{t:>4}  {blocks:>7}  {s.pairs:>13,}  {_size(s.bytes_sent):>7}  {_size(s.bytes_received):>8}"
+            f"  {_size(s.grad_bytes_sent):>19}  {_size(s.grad_bytes_received):>8}"
+        )
+    return lines
 
 
 def explain(
@@ -157,25 +166,31 @@ def explain(
     if rank >= size:
         raise ValueError(f"rank must be in 0 ... size-1: rank={rank}, size={size}")
     (q, k, v), call = checks.prepare(q, k, v, given, rank=rank, size=size, meta=True)
-    place = _Place(call, checks.hosts(hosts, size), rank, checks.heads_ranks(options.transport, checks.mesh(mesh, size)))
-    return _report(place, (q, k, v))
+    places, n = checks.hosts(hosts, size), checks.heads_ranks(options.transport, checks.mesh(mesh, size))
+    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=places, shares_memory=len(set(places)) == 1, heads=n)
+    found = route(options, facts._replace(device="cuda") if k.device.type == "meta" else facts)
+    report = _report(_Place(call, found, places, rank), (q, k, v))
+    gathers = size > 1 and found.schedule == "gather"
+    return replace(report, buffer_bytes=facts.buffer_bytes) if gathers else report
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A rank in its mesh: `n` ranks that follow each other exchange sequence for heads."""
+    """A rank in its mesh, of which `n` that follow each other exchange sequence for heads."""
 
     call: checks.Call
+    found: Route
     hosts: tuple[int, ...]
     rank: int
-    n: int
+
+    @property
+    def n(self) -> int:
+        return self.found.heads
 
     def plan(self, column: int) -> Plan:
         """The plan of the ring of one mesh column."""
-        x = self.call
-        return inner_plan(
-            x.layout, x.mask, x.kv_layout, size=self.n, rank=column, schedule=x.options.schedule, hosts=self.hosts
-        )
+        x, schedule = self.call, self.found.schedule
+        return inner_plan(x.layout, x.mask, x.kv_layout, size=self.n, rank=column, schedule=schedule, hosts=self.hosts)
 
 
 def _report(place: _Place, qkv: tuple[Tensor, Tensor, Tensor]) -> Explanation:
@@ -185,6 +200,7 @@ def _report(place: _Place, qkv: tuple[Tensor, Tensor, Tensor]) -> Explanation:
     every = shares(q.shape[2], k.shape[2], n)
     plans, per_tokens = [place.plan(i) for i in range(n)], [_per_token(share, k, v) for share in every]
     plan, per_token = plans[column], per_tokens[column]
+    nbytes = per_token * k.element_size(), per_token * 4
     work = [plan.work(r) for r in range(plan.size)]
     pairs, rows = int(work[row].sum()), len(plan.rows)
     crossing, partials = (
@@ -197,9 +213,10 @@ def _report(place: _Place, qkv: tuple[Tensor, Tensor, Tensor]) -> Explanation:
         layout=repr(call.layout),
         mask=checks.mask_words(plan.mask),
         kernel=_kernel(q, v, call.options),
-        transport=_transport(plan.size, n),
+        transport=_transport(place.found, plan.size),
         schedule=f"{plan.schedule} ({plan.why})",
-        steps=_steps(plan, row, per_token, k.element_size()),
+        steps=_steps(plan, plan.forward, row, *nbytes),
+        backward_steps=() if plan.backward is plan.forward else _steps(plan, plan.backward, row, *nbytes),
         pairs_per_rank=tuple(int(w.sum()) // rows for w in work for _ in range(n)),
         heads_per_rank=tuple(len(share.q) for share in every) * plan.size,
         flops=2 * q.shape[0] * len(every[column].q) * pairs * (q.shape[3] + v.shape[3]) // rows,
@@ -216,13 +233,13 @@ def _per_token(share: Share, k: Tensor, v: Tensor) -> int:
     return k.shape[0] * sum(share.repeats) * (k.shape[3] + v.shape[3])
 
 
-def _transport(ring: int, n: int) -> str:
-    over = "NCCL for GPU tensors, gloo for CPU tensors"
-    if ring == n == 1:
-        return "none (one rank)"
-    if n == 1:
-        return f"p2p (the only one; {over})"
-    return f"ulysses (heads over {n} ranks; {over})" if ring == 1 else f"hybrid (heads over {n} ranks, ring of {ring}; {over})"
+def _transport(found: Route, ring: int) -> str:
+    """What moves, and why: blocks round a ring, or sequence for heads, or both."""
+    if found.heads == 1:
+        return f"{found.transport} ({found.why})"
+    if ring == 1:
+        return f"ulysses ({found.why if found.transport == 'ulysses' else 'a mesh of one row'})"
+    return f"hybrid (ring of {ring} by {found.transport}: {found.why})"
 
 
 def _heads(place: _Place, every: Sequence[Share], qkv: tuple[Tensor, Tensor, Tensor]) -> HeadsReport:
@@ -267,7 +284,7 @@ def _crossing(plan: Plan) -> tuple[int, int]:
     def tokens(moves: Iterable[tuple[Transfer, int]]) -> int:
         return sum(lengths[x.block] for x, _ in moves if hosts[x.source] != hosts[x.target])
 
-    return sum(tokens(step.blocks) for step in plan.steps), sum(tokens(step.partials) for step in plan.steps)
+    return sum(tokens(step.blocks) for step in plan.forward.steps), sum(tokens(step.partials) for step in plan.backward.steps)
 
 
 def _kernel(q: Tensor, v: Tensor, options: Options) -> str:
@@ -285,29 +302,30 @@ def _most_held(plan: Plan, rank: int) -> int:
     """The most tokens of other ranks' keys that a rank holds at a time."""
     held: set[int] = set()
     most = 0
-    for turn in plan.turns[rank]:
+    for turn in plan.forward.turns[rank]:
         held |= {block for block, _ in turn.departing.recvs}
         most = max(most, sum(plan.kv_layout.lengths[block] for block in held))
         held -= set(turn.drop)
     return most
 
 
-def _steps(plan: Plan, rank: int, per_token: int, itemsize: int) -> tuple[StepReport, ...]:
+def _steps(plan: Plan, course: Course, rank: int, per_token: int, grads_per_token: int) -> tuple[StepReport, ...]:
+    """The steps of a pass; per_token: bytes of K and V, and of float32 dK and dV."""
     work, rows = plan.work(rank), len(plan.rows)
 
-    def moved(hops: tuple[tuple[int, int], ...], itemsize: int) -> int:
-        return sum(plan.kv_layout.lengths[block] * per_token * itemsize for block, _ in hops)
+    def moved(hops: tuple[tuple[int, int], ...], nbytes: int) -> int:
+        return sum(plan.kv_layout.lengths[block] * nbytes for block, _ in hops)
 
     return tuple(
         StepReport(
             attends=turn.attend,
-            pairs=0 if turn.attend is None else int(work[turn.attend]) // rows,
-            bytes_sent=moved(turn.departing.sends, itemsize),
-            bytes_received=moved(turn.departing.recvs, itemsize),
-            grad_bytes_sent=moved(turn.departing.grad_sends, 4),
-            grad_bytes_received=moved(turn.departing.grad_recvs, 4),
+            pairs=sum(int(work[block]) for block in turn.attend) // rows,
+            bytes_sent=moved(turn.departing.sends, per_token),
+            bytes_received=moved(turn.departing.recvs, per_token),
+            grad_bytes_sent=moved(turn.departing.grad_sends, grads_per_token),
+            grad_bytes_received=moved(turn.departing.grad_recvs, grads_per_token),
         )
-        for turn in plan.turns[rank]
+        for turn in course.turns[rank]
     )
 
 

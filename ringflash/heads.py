@@ -20,8 +20,9 @@ from torch import Tensor
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.plan import Plan, make_plan
-from ringflash.ring import Pair, Ring, TileLike
+from ringflash.ring import Ring, TileLike
 from ringflash.shares import Share, are_shared, shares
+from ringflash.transport.blocks import Pair
 
 Transfers = list[tuple[Tensor, int]]
 

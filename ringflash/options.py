@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 CHOICES = {
-    "transport": ("auto", "p2p", "ulysses"),
-    "schedule": ("auto", "rotate", "direct", "hierarchical"),
+    "transport": ("auto", "p2p", "nvlink", "allgather", "ulysses"),
+    "schedule": ("auto", "rotate", "direct", "hierarchical", "gather"),
     "check": ("first", "always", "never"),
     "kernel": ("auto", "reference", "triton", "hopper"),
 }
@@ -14,9 +14,15 @@ CHOICES = {
 class Options:
     """How a ring runs. Every rank must pass the same.
 
-    transport: "auto"; "p2p", blocks from rank to rank; "ulysses", all ranks exchange sequence for heads before and after, so
-    that each attends all tokens with its share of heads. In a 2-D mesh (ring, heads) the ranks of a row do that, and blocks
-    go round the ring: "auto" and "p2p" alike. schedule: the plan's generator ("auto", "rotate", "direct", "hierarchical").
+    transport: what moves blocks. "p2p": sends and receives over NCCL or gloo. "nvlink": copy engines between the GPUs of one
+    host, and one launch that attends keys as they arrive. "allgather": collectives, for small shards. "auto" takes nvlink
+    where it can, else p2p. "ulysses": no blocks move; all ranks exchange sequence for heads before and after, so that each
+    attends all tokens with its share of heads. In a 2-D mesh (ring, heads) the ranks of a row do that, and "auto" and
+    "p2p" alike send blocks round each column.
+    schedule: the plan's generator, "rotate", "direct" or "hierarchical" with p2p, "gather" with nvlink and allgather; "auto"
+    takes what moves least.
+    max_buffer_bytes: the most that a rank keeps to gather all keys and their gradients (explain says what that is); above it
+    "auto" takes p2p, which keeps two blocks.
     check: when ranks compare what they were called with: "first" (the first 16 calls of a group), "always", "never" (save for
     the very first call, so that ranks that chose differently find out).
     deterministic: the same inputs give the same bits. Without it so they do, but for kernel "hopper": the last bits of dQ,
@@ -31,6 +37,7 @@ class Options:
     check: str = "first"
     deterministic: bool = False
     kernel: str = "auto"
+    max_buffer_bytes: int = 16 << 30
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -38,3 +45,5 @@ class Options:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}: {name}={getattr(self, name)!r}")
         if not isinstance(self.deterministic, bool):
             raise TypeError(f"deterministic must be True or False: deterministic={self.deterministic!r}")
+        if isinstance(self.max_buffer_bytes, bool) or not isinstance(self.max_buffer_bytes, int) or self.max_buffer_bytes < 0:
+            raise ValueError(f"max_buffer_bytes must be an int of at least 0: max_buffer_bytes={self.max_buffer_bytes!r}")

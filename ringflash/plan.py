@@ -17,20 +17,9 @@ from ringflash.intervals import KeyTable, RowPieces, local_intervals, needed_blo
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.schedules import Hosts, Needs, Step, Transfer, chosen
+from ringflash.transport.blocks import Hop, Hops
 
 Array = np.ndarray
-
-
-Hop = tuple[int, int]  # (block, other rank)
-
-
-class Hops(NamedTuple):
-    """One rank's part of transfers that set out and land together."""
-
-    sends: tuple[Hop, ...]
-    recvs: tuple[Hop, ...]
-    grad_sends: tuple[Hop, ...]
-    grad_recvs: tuple[Hop, ...]
 
 
 class Turn(NamedTuple):
@@ -40,34 +29,38 @@ class Turn(NamedTuple):
     this turn ends; all other transfers land in the turn in which they set out.
     """
 
-    attend: int | None
+    attend: tuple[int, ...]
     last: bool  # nothing is attended after this turn: the state is finished here
-    sends: tuple[Hop, ...]
-    recvs: tuple[Hop, ...]
-    grad_sends: tuple[Hop, ...]
-    grad_recvs: tuple[Hop, ...]
+    hops: Hops  # what sets out and lands in this turn
     drop: tuple[int, ...]  # received blocks that no later turn attends or sends, nor an outer transfer under way
     outer: tuple[Hops, ...] = ()
     lands: int = 0
 
     @property
-    def hops(self) -> Hops:
-        """What sets out and lands in this turn."""
-        return Hops(self.sends, self.recvs, self.grad_sends, self.grad_recvs)
-
-    @property
     def departing(self) -> Hops:
         """All that sets out in this turn."""
-        return Hops(*(tuple(hop for hops in group for hop in hops) for group in zip(self.hops, *self.outer, strict=True)))
+        each = (self.hops, *self.outer)
+        sends, recvs, grad_sends, grad_recvs = (
+            tuple(hop for group in groups for hop in group) for groups in zip(*(hops[:4] for hops in each), strict=True)
+        )
+        moves, grad_moves = (any(flags) for flags in zip(*((hops.moves, hops.grad_moves) for hops in each), strict=True))
+        return Hops(sends, recvs, grad_sends, grad_recvs, moves, grad_moves)
+
+
+class Course(NamedTuple):
+    """One pass over a plan: its steps, and each rank's own part of every step."""
+
+    steps: tuple[Step, ...]
+    turns: tuple[tuple[Turn, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Everything a ring needs to know about one (layout, mask, schedule, hosts): intervals, needed blocks, steps.
 
-    schedule is the one that was picked ("rotate", "direct" or "hierarchical"), and why. hosts[r]: the number of rank r's host.
-    needs bool (size, size): needs[r, b], rank r sees a key of block b. turns[r]: rank r's own part of every step. rows: the
-    global intervals of all ranks' rows, one entry per distinct batch row.
+    schedule is the one that was picked (schedules.SCHEDULES), and why. hosts[r]: the number of rank r's host. needs bool (size,
+    size): needs[r, b], rank r sees a key of block b. forward and backward: their courses, the same one but for "gather". rows:
+    the global intervals of all ranks' rows, one entry per distinct batch row.
     """
 
     layout: Layout
@@ -77,8 +70,8 @@ class Plan:
     schedule: str
     why: str
     needs: Array
-    steps: tuple[Step, ...]
-    turns: tuple[tuple[Turn, ...], ...]
+    forward: Course
+    backward: Course
     rows: tuple[RowPieces, ...]
     keys: KeyTable
     _tables: dict
@@ -89,8 +82,8 @@ class Plan:
         return self.layout.size
 
     def attended(self, rank: int) -> list[int]:
-        """The blocks that a rank attends, in order of the steps; its own is always the first."""
-        return [turn.attend for turn in self.turns[rank] if turn.attend is not None]
+        """The blocks that a rank attends, in order of forward's steps; its own is always the first."""
+        return [block for turn in self.forward.turns[rank] for block in turn.attend]
 
     def work(self, rank: int) -> Array:
         """int64 (size,): visible (query, key) pairs of a rank with every block, per head, summed over distinct batch rows."""
@@ -124,13 +117,13 @@ def _turns(steps: Sequence[Step], size: int) -> tuple[tuple[Turn, ...], ...]:
     for t, step in enumerate(steps):
         inner = _ends(step.transfers, step.grads, size)
         outer = [(o.steps, _ends(o.transfers, o.grads, size)) for o in step.outer]
-        for rank, block in enumerate(step.attend):
-            mine = [(n, ends[rank]) for n, ends in outer if any(ends[rank])]
+        for rank, blocks in enumerate(step.attend):
+            mine = [(n, ends[rank]) for n, ends in outer if any(ends[rank][:4])]
             for n, _ in mine:
                 lands[rank][t + n - 1] += 1
             drop = tuple(b for b, at in used[rank].items() if at == t and b != rank)
             hops = tuple(x for _, x in mine)
-            turns[rank].append(Turn(block, t == last[rank], *inner[rank], drop, hops, lands[rank][t]))
+            turns[rank].append(Turn(blocks, t == last[rank], inner[rank], drop, hops, lands[rank][t]))
     return tuple(map(tuple, turns))
 
 
@@ -139,10 +132,9 @@ def _uses(steps: Sequence[Step], size: int) -> tuple[list[dict[int, int]], list[
     used: list[dict[int, int]] = [{} for _ in range(size)]
     last = [0] * size
     for t, step in enumerate(steps):
-        for rank, block in enumerate(step.attend):
-            if block is not None:
-                last[rank] = t
-                used[rank][block] = max(t, used[rank].get(block, 0))
+        for rank, blocks in enumerate(step.attend):
+            last[rank] = t if blocks else last[rank]
+            used[rank] |= dict.fromkeys(blocks, t)
         for x, n in step.blocks:
             used[x.source][x.block] = max(t + n - 1, used[x.source].get(x.block, 0))
     return used, last
@@ -155,7 +147,8 @@ def _ends(transfers: Sequence[Transfer], grads: Sequence[Transfer], size: int) -
         for block, source, target in moves:
             ends[source][first].append((block, target))
             ends[target][first + 1].append((block, source))
-    return [Hops(*map(tuple, lists)) for lists in ends]
+    flags = bool(transfers), bool(grads)
+    return [Hops(tuple(s), tuple(r), tuple(gs), tuple(gr), *flags) for s, r, gs, gr in ends]
 
 
 class _Exchange(NamedTuple):
@@ -163,14 +156,18 @@ class _Exchange(NamedTuple):
 
     schedule: str
     why: str
-    steps: tuple[Step, ...]
-    turns: tuple[tuple[Turn, ...], ...]
+    forward: Course
+    backward: Course
 
 
 @functools.lru_cache(maxsize=64)
 def _exchange(schedule: str, needs: Needs, hosts: Hosts) -> _Exchange:
-    name, why, steps = chosen(schedule, needs, hosts)
-    return _Exchange(name, why, steps, _turns(steps, len(needs)))
+    found = chosen(schedule, needs, hosts)
+    forward = Course(found.forward, _turns(found.forward, len(needs)))
+    same = found.backward is found.forward
+    return _Exchange(
+        found.name, found.why, forward, forward if same else Course(found.backward, _turns(found.backward, len(needs)))
+    )
 
 
 def make_plan(

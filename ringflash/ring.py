@@ -8,52 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ringflash.plan import Hops, Plan, Turn
-
-Pair = tuple[Tensor, Tensor]  # (k, v) of a block, or its (dk, dv)
-
-
-class _Pending(Protocol):
-    def wait(self) -> None:
-        """What was sent may be overwritten and what was received be used by work launched after this."""
-        ...
-
-
-class _Nothing:
-    """No transfers."""
-
-    def wait(self) -> None:
-        pass
-
-
-class _Moving(NamedTuple):
-    """Transfers under way: the blocks and partial dK/dV that arrive, and their end."""
-
-    blocks: dict[int, Pair]
-    grads: list[tuple[int, Pair]]
-    pending: _Pending
-
-
-class Transport(Protocol):
-    """What the loop needs of a transport."""
-
-    def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], /, *, outer: bool = False
-    ) -> _Pending:
-        """Start all transfers, (contiguous tensor, other rank) each, in one batch.
-
-        outer: they go between hosts and are waited for later than exchanges that start after them.
-        """
-        ...
-
-    def abandon(self, error: BaseException, /) -> None:
-        """Leave word for the other ranks that this one will not join their exchange."""
-        ...
+from ringflash.plan import Plan, Turn
+from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Shapes, Transport
 
 
 class TileLike(Protocol):
@@ -101,13 +62,14 @@ class Ring:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries over the keys of all ranks."""
-        held, flying = self._own(k, v), deque[_Moving]()
+        turns = self.plan.forward.turns[self.rank]
+        here = self._start(turns, k, v)
         state: tuple[Tensor, ...] | None = None
-        for turn in self.plan.turns[self.rank]:
-            moving = self._post(turn, held, None, flying)
-            if turn.attend is not None:
-                state = self.tile.forward(q, [self._segment(held, turn.attend, q)], self.scale, state, turn.last)
-            self._land(moving, turn, held, None, flying)
+        for turn in turns:
+            moving = here.post(turn)
+            if turn.attend:
+                state = self.tile.forward(q, self._segments(here, moving, turn.attend, q), self.scale, state, turn.last)
+            here.land(moving, turn)
         assert state is not None  # the own block is always attended
         out, lse = state  # finished in the last turn that attends
         return out, lse
@@ -118,87 +80,47 @@ class Ring:
         A tile that makes dQ and dK/dV apart makes the own block's dQ first, while the first keys arrive, and its dK/dV last,
         while the other ranks' come home: one float32 block less is held meanwhile.
         """
-        held, partial, flying = self._own(k, v), {}, deque[_Moving]()
+        turns, own = self.plan.backward.turns[self.rank], (self.rank,)
+        here = self._start(turns, k, v, partial={})
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        turns = self.plan.turns[self.rank]
-        closing, apart = turns[-1], len(turns) > 1 and not self.tile.fused_backward
-        add = functools.partial(self._add_gradients, (dout, q, lse, delta), held)
+        (first, *_, closing) = turns * 2
+        apart = first is not closing and first.attend == own and not self.tile.fused_backward
+        add = functools.partial(self._add_gradients, (dout, q, lse, delta), here)
         for turn in turns:
-            moving = self._post(turn, held, partial, flying)
-            if turn.attend == self.rank:
-                add(self.rank, dq, None if apart else partial)
-            elif turn.attend is not None:
-                add(turn.attend, dq, partial)
-            if turn is closing and apart:
-                add(self.rank, None, partial)
-            self._land(moving, turn, held, partial, flying)
-        return dq, partial[self.rank]
+            moving = here.post(turn)
+            if turn.attend:
+                add(moving, turn.attend, dq, keys=not (apart and turn.attend == own))
+            if apart and turn is closing:
+                add(moving, own, None)
+            here.land(moving, turn)
+        return dq, here.grads[self.rank]
+
+    def _start(self, turns: Sequence[Turn], k: Tensor, v: Tensor, partial: dict[int, Pair] | None = None) -> "_Held":
+        """The blocks this rank holds: its own, contiguous if it is to be sent."""
+        sent = any(turn.departing.sends for turn in turns)
+        own = (k.contiguous(), v.contiguous()) if sent else (k, v)
+        return _Held(self.transport, self.rank, {self.rank: own}, partial, Shapes(*own, self.plan.kv_layout.lengths))
+
+    def _segments(self, here: "_Held", moving: Moving, blocks: tuple[int, ...], q: Tensor) -> list[Any]:
+        """Of blocks that are here, or that arrive meanwhile."""
+        intervals = self.plan.intervals(self.rank, q.device)
+        return [self.tile.segment(*here.block(b, moving), *intervals[b], *moving.ready.get(b, ())) for b in blocks]
 
     def _add_gradients(
-        self, rows: tuple[Tensor, ...], held: dict[int, Pair], block: int, dq: Tensor | None, partial: dict[int, Pair] | None
-    ) -> None:
-        """Add what the rows and a held block give: into dq, and into the partial dK/dV of the block. None: not now."""
-        dout, q, lse, delta = rows
-        into, add = None, True
-        if partial is not None:
-            add = block in partial
-            if not add:
-                partial[block] = self._room_for(block, held, torch.float32)
-            into = [partial[block]]
-        self.tile.backward(dout, q, [self._segment(held, block, q)], lse, delta, self.scale, dq, into, add=add)
-
-    def _own(self, k: Tensor, v: Tensor) -> dict[int, Pair]:
-        """The blocks this rank holds: its own, contiguous if it is to be sent."""
-        sent = any(hops.sends for turn in self.plan.turns[self.rank] for hops in (turn.hops, *turn.outer))
-        return {self.rank: (k.contiguous(), v.contiguous()) if sent else (k, v)}
-
-    def _segment(self, held: dict[int, Pair], block: int, q: Tensor) -> Any:
-        return self.tile.segment(*held[block], *self.plan.intervals(self.rank, q.device)[block])
-
-    def _post(self, turn: Turn, held: dict[int, Pair], partial: dict[int, Pair] | None, flying: deque[_Moving]) -> _Moving:
-        """Start a turn's transfers; outer ones, which land in a later turn, join those in flight."""
-        flying.extend([self._start(hops, held, partial, outer=True) for hops in turn.outer])
-        return self._start(turn.hops, held, partial)
-
-    def _start(self, hops: Hops, held: dict[int, Pair], partial: dict[int, Pair] | None, *, outer: bool = False) -> _Moving:
-        """Start transfers, K and V (and in backward dK and dV) in one batch."""
-        blocks = {block: self._room_for(block, held) for block, _ in hops.recvs}
-        grads: list[tuple[int, Pair]] = []
-        sends = [(x, to) for block, to in hops.sends for x in held[block]]
-        recvs = [(x, source) for block, source in hops.recvs for x in blocks[block]]
-        if partial is not None:
-            grads = [(block, self._room_for(block, held, torch.float32)) for block, _ in hops.grad_recvs]
-            sends += [(x, to) for block, to in hops.grad_sends for x in partial.pop(block)]
-            recvs += [(x, source) for (_, source), (_, pair) in zip(hops.grad_recvs, grads, strict=True) for x in pair]
-        if not sends and not recvs:
-            return _Moving(blocks, grads, _Nothing())
-        assert self.transport is not None
-        return _Moving(blocks, grads, self.transport.exchange(sends, recvs, outer=outer))
-
-    def _land(
         self,
-        moving: _Moving,
-        turn: Turn,
-        held: dict[int, Pair],
-        partial: dict[int, Pair] | None,
-        flying: deque[_Moving],
+        rows: tuple[Tensor, ...],
+        here: "_Held",
+        moving: Moving,
+        blocks: tuple[int, ...],
+        dq: Tensor | None,
+        *,
+        keys: bool = True,
     ) -> None:
-        """End a turn: take over what arrived, add partial dK/dV to what is here, drop blocks that have no more use."""
-        for arrived in [moving, *(flying.popleft() for _ in range(turn.lands))]:
-            arrived.pending.wait()
-            held.update(arrived.blocks)
-            while arrived.grads and partial is not None:
-                block, grads = arrived.grads.pop()
-                partial[block] = _add(partial.get(block), grads)
-            arrived.blocks.clear()
-        for block in turn.drop:
-            del held[block]
-
-    def _room_for(self, block: int, held: dict[int, Pair], dtype: torch.dtype | None = None) -> Pair:
-        """Empty K and V (or dK and dV) of another rank's block: this rank's shapes, that rank's length."""
-        length = self.plan.kv_layout.lengths[block]
-        k, v = (x.new_empty(x.shape[0], length, *x.shape[2:], dtype=dtype) for x in held[self.rank])
-        return k, v
+        """Add what the rows and some blocks give: into dq unless it is None, and with `keys` into the blocks' dK/dV."""
+        dout, q, lse, delta = rows
+        into, add = here.rooms(blocks) if keys else (None, True)
+        segments = self._segments(here, moving, blocks, q)
+        self.tile.backward(dout, q, segments, lse, delta, self.scale, dq, into, add=add)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -209,6 +131,57 @@ class Ring:
             if self.transport is not None:
                 self.transport.abandon(error)
             raise
+
+
+class _Held:
+    """What a rank has of others during a pass: blocks, partial dK/dV (in backward), and transfers under way."""
+
+    def __init__(
+        self, transport: Transport | None, rank: int, held: dict[int, Pair], partial: dict[int, Pair] | None, shapes: Shapes
+    ) -> None:
+        self._transport, self._rank, self._held, self._partial, self._shapes = transport, rank, held, partial, shapes
+        self._flying = deque[Moving]()
+
+    @property
+    def grads(self) -> dict[int, Pair]:
+        """The dK and dV that are here, by block."""
+        assert self._partial is not None
+        return self._partial
+
+    def block(self, block: int, moving: Moving) -> Pair:
+        """K and V of a block that is here or arrives meanwhile."""
+        return moving.blocks[block] if block in moving.blocks else self._held[block]
+
+    def rooms(self, blocks: tuple[int, ...]) -> tuple[list[Pair], bool]:
+        """(where the dK and dV of the blocks go, whether they are added to what is there)."""
+        add = blocks[0] in self.grads
+        for block in blocks:
+            if block not in self.grads:
+                away = self._transport if block != self._rank else None
+                self.grads[block] = away.room(block, self._shapes) if away else self._shapes.empty(block, torch.float32)
+        return [self.grads[block] for block in blocks], add
+
+    def post(self, turn: Turn) -> Moving:
+        """Start a turn's transfers; outer ones, which land in a later turn, join those in flight."""
+        self._flying.extend([self._move(hops, outer=True) for hops in turn.outer])
+        return self._move(turn.hops)
+
+    def _move(self, hops: Hops, *, outer: bool = False) -> Moving:
+        if self._transport is None or not (hops.moves or hops.grad_moves):
+            return Moving({}, [], Nothing(), {})
+        return self._transport.move(hops, self._held, self._partial, shapes=self._shapes, outer=outer)
+
+    def land(self, moving: Moving, turn: Turn) -> None:
+        """End a turn: take over what arrived, add partial dK/dV to what is here, drop blocks that have no more use."""
+        for arrived in [moving, *(self._flying.popleft() for _ in range(turn.lands))]:
+            arrived.pending.wait()
+            self._held.update(arrived.blocks)
+            while arrived.grads and self._partial is not None:
+                block, grads = arrived.grads.pop()
+                self._partial[block] = _add(self._partial.get(block), grads)
+            arrived.blocks.clear()
+        for block in turn.drop:
+            del self._held[block]
 
 
 def _add(into: Pair | None, grads: Pair) -> Pair:

@@ -2,6 +2,7 @@
 
 - rotate: every block moves to the next rank each step and stops behind the last rank that needs it;
 - direct: a block goes straight from its owner to each rank that needs it, and nowhere else;
+- gather: all that a rank needs comes at once and is attended in one launch, while it comes where the transport counts it in;
 - hierarchical: on request, for ranks on several hosts. A block goes into each other host on which some rank needs it, once,
   while the ranks of that host attend the blocks that came before it; inside a host it moves as in a ring of that host alone.
 
@@ -36,18 +37,20 @@ class Outer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """attend[r]: the block rank r attends (None: none), while `transfers` bring blocks of later steps and `grads` carry
-    the partial dK/dV that were complete before this step (backward only). outer: what sets out now and lands later."""
+    """attend[r]: the blocks rank r attends, in one launch, while `transfers` bring blocks of later steps and `grads` carry
+    the partial dK/dV that were complete before this step (backward only). outer: what sets out now and lands later. early:
+    what arrives in this step is attended in it."""
 
-    attend: tuple[int | None, ...]
+    attend: tuple[tuple[int, ...], ...]
     transfers: tuple[Transfer, ...]
     grads: tuple[Transfer, ...]
     outer: tuple[Outer, ...] = ()
+    early: bool = False
 
     @property
     def busy(self) -> bool:
         """Whether anything is attended or moves."""
-        return bool(self.transfers or self.grads or self.outer) or any(block is not None for block in self.attend)
+        return bool(self.transfers or self.grads or self.outer or any(self.attend))
 
     @property
     def blocks(self) -> tuple[tuple[Transfer, int], ...]:
@@ -70,7 +73,7 @@ def rotate(needs: Needs) -> list[Step]:
         moves = tuple(Transfer(b, (b + t) % size, (b + t + 1) % size) for b in range(size) if hops[b] and t < hops[b][-1])
         grads = tuple(_chain(b, t, hops[b], size) for b in range(size) if hops[b] and hops[b][0] < t <= hops[b][-1] + 1)
         here = [(r - t) % size for r in range(size)]
-        attend = tuple(b if t in hops[b] or t == 0 else None for b in here)
+        attend = tuple((b,) if t in hops[b] or t == 0 else () for b in here)
         steps.append(Step(attend, moves, grads))
     return steps
 
@@ -85,18 +88,31 @@ def direct(needs: Needs) -> list[Step]:
     """Steps in which each rank receives a block it needs straight from the owner; ranks take turns by distance."""
     size = len(needs)
     offsets = [d for d in range(1, size) if any(needs[r][(r - d) % size] for r in range(size))]
-    turns: list[tuple[int | None, ...]] = [tuple(range(size))]  # the block attended by each rank, step by step
+    turns: list[tuple[tuple[int, ...], ...]] = [tuple((r,) for r in range(size))]  # what each rank attends, step by step
     for d in offsets:
-        turns.append(tuple((r - d) % size if needs[r][(r - d) % size] else None for r in range(size)))
+        turns.append(tuple(((r - d) % size,) if needs[r][(r - d) % size] else () for r in range(size)))
     steps = []
     for t in range(len(turns) + 1):
-        attend = turns[t] if t < len(turns) else (None,) * size
+        attend = turns[t] if t < len(turns) else ((),) * size
         coming = turns[t + 1] if t + 1 < len(turns) else ()
         done = turns[t - 1] if t > 1 else ()
-        moves = tuple(Transfer(b, b, r) for r, b in enumerate(coming) if b is not None)
-        grads = tuple(Transfer(b, r, b) for r, b in enumerate(done) if b is not None)
+        moves = tuple(Transfer(b, b, r) for r, blocks in enumerate(coming) for b in blocks)
+        grads = tuple(Transfer(b, r, b) for r, blocks in enumerate(done) for b in blocks)
         steps.append(Step(attend, moves, grads))
     return steps
+
+
+def gather(needs: Needs) -> tuple[list[Step], list[Step]]:
+    """(forward, backward): forward is one step. Backward attends the other ranks' blocks first, so that their dK/dV go home
+    while the own block is attended.
+    """
+    size = len(needs)
+    others = [tuple((r - d) % size for d in range(1, size) if needs[r][(r - d) % size]) for r in range(size)]
+    own = tuple((r,) for r in range(size))
+    moves = tuple(Transfer(b, b, r) for r, blocks in enumerate(others) for b in blocks)
+    home = tuple(Transfer(x.block, x.target, x.source) for x in moves)
+    forward = Step(tuple(mine + more for mine, more in zip(own, others, strict=True)), moves, (), early=True)
+    return [forward], [Step(tuple(others), moves, (), early=True), Step(own, (), home)]
 
 
 def hierarchical(needs: Needs, hosts: Hosts) -> list[Step]:
@@ -187,11 +203,10 @@ def _inner(needs: Needs, seats: Seats, ranks: list[int], *, own: bool) -> list[S
     def moved(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         return tuple(Transfer(seats[ranks[at]], ranks[source], ranks[target]) for at, source, target in transfers)
 
-    def attend(step: Step) -> tuple[int | None, ...]:
-        found: list[int | None] = [None] * len(needs)
-        for place, at in enumerate(step.attend):
-            if at is not None and (own or sees[place][at]):
-                found[ranks[place]] = seats[ranks[at]]
+    def attend(step: Step) -> tuple[tuple[int, ...], ...]:
+        found: list[tuple[int, ...]] = [()] * len(needs)
+        for place, blocks in enumerate(step.attend):
+            found[ranks[place]] = tuple(seats[ranks[at]] for at in blocks if own or sees[place][at])
         return tuple(found)
 
     return [Step(attend(step), moved(step.transfers), moved(step.grads)) for step in steps]
@@ -199,20 +214,30 @@ def _inner(needs: Needs, seats: Seats, ranks: list[int], *, own: bool) -> list[S
 
 def _merged(parts: list[Step], size: int) -> Step:
     """Steps of hosts that run side by side, and of the transfers between them."""
-    attend: list[int | None] = [None] * size
+    attend: list[tuple[int, ...]] = [()] * size
     for step in parts:
-        for rank, block in enumerate(step.attend):
-            attend[rank] = block if block is not None else attend[rank]
-    joined = [tuple(x for step in parts for x in getattr(step, name)) for name in ("transfers", "grads", "outer")]
-    return Step(tuple(attend), *joined)
+        for rank, blocks in enumerate(step.attend):
+            attend[rank] = blocks or attend[rank]
+    transfers = tuple(x for step in parts for x in step.transfers)
+    grads = tuple(x for step in parts for x in step.grads)
+    return Step(tuple(attend), transfers, grads, tuple(outer for step in parts for outer in step.outer))
 
 
 FLAT: dict[str, Callable[[Needs], list[Step]]] = {"rotate": rotate, "direct": direct}  # know nothing of hosts
-SCHEDULES = (*FLAT, "hierarchical")
+SCHEDULES = (*FLAT, "hierarchical", "gather")
 
 
-def chosen(schedule: str, needs: Needs, hosts: Hosts) -> tuple[str, str, tuple[Step, ...]]:
-    """(name, why, steps) of the schedule that was asked for; "auto" asks for the best of rotate and direct.
+class Chosen(NamedTuple):
+    """A schedule's name, why it was picked, and the steps of a forward and of a backward pass."""
+
+    name: str
+    why: str
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+
+
+def chosen(schedule: str, needs: Needs, hosts: Hosts) -> Chosen:
+    """The schedule that was asked for; "auto" asks for the best of rotate and direct.
 
     hierarchical is on request only, until it has run between real hosts. On one host it is its inner schedule, which is picked
     as auto picks on one host.
@@ -223,8 +248,10 @@ def chosen(schedule: str, needs: Needs, hosts: Hosts) -> tuple[str, str, tuple[S
     elif schedule == "hierarchical" and len(set(hosts)) == 1:
         name, why = _flat(needs)
         why = f"hierarchical on one host is its inner schedule: {why}"
-    steps = FLAT[name](needs) if name in FLAT else hierarchical(needs, hosts)
-    return name, why, without_idle(steps)
+    if name == "gather":
+        return Chosen(name, why, *map(without_idle, gather(needs)))
+    steps = without_idle(FLAT[name](needs) if name in FLAT else hierarchical(needs, hosts))
+    return Chosen(name, why, steps, steps)
 
 
 def without_idle(steps: Sequence[Step]) -> tuple[Step, ...]:

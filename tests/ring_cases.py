@@ -2,6 +2,7 @@
 
 import functools
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ from ringflash.plan import make_plan
 from ringflash.ring import Ring
 from ringflash.tile import pick
 from ringflash.transport import communicator
+from ringflash.transport.blocks import Shared
+from ringflash.transport.communicator import Communicator
+from ringflash.transport.nvlink import NVLink
 from ringflash.transport.p2p import P2P
 
 NAMES = ("contiguous", "zigzag", "striped")
@@ -47,8 +51,8 @@ class Case:
     layout: str = "zigzag"
     kv_layout: str | None = None
     schedule: str = "auto"
-    hosts: tuple[int, ...] | None = None  # as if the ranks ran on such hosts; None: on one
     transport: str = "auto"
+    hosts: tuple[int, ...] | None = None  # as if the ranks ran on such hosts; None: on one
     mesh: tuple[int, int] | None = None  # (ring, heads)
     dtype: torch.dtype = torch.float32
     batch: int = 2
@@ -159,7 +163,7 @@ def group_on(hosts: tuple[int, ...]) -> dist.ProcessGroup:
 @functools.lru_cache(maxsize=64)
 def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
     """A mesh of all ranks, row by row. A collective, once."""
-    return DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(shape))
+    return DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(shape), mesh_dim_names=("ring", "heads"))
 
 
 def on_rank(case: Case, rank: int, size: int, call: Callable[..., tuple[Tensor, Tensor]]) -> Results:
@@ -189,13 +193,13 @@ def sent() -> Iterator[list[tuple[int, int, torch.dtype]]]:
 # Rings of more ranks than there are cores: threads that leave tensors in each other's mailboxes
 
 
-class _Mail:
-    """A transport between threads."""
+class _Mail(P2P):
+    """Sends and receives between threads."""
 
     def __init__(self, rank: int, boxes: dict[tuple[int, int, bool], queue.Queue]) -> None:
         self._rank, self._boxes = rank, boxes
 
-    def exchange(
+    def exchange(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], *, outer: bool = False
     ) -> "_Parcels":
         for x, to in sends:
@@ -217,16 +221,66 @@ class _Parcels:
             x.copy_(box.get(timeout=30))
 
 
+class Threads:
+    """What threads share that take each other for ranks whose GPUs read each other's memory."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.meetings = [threading.Barrier(size, timeout=30) for _ in range(4)]
+        self.memory: list[Tensor] = [torch.empty(0)] * size
+
+    def transport(self, rank: int, pause: Callable[[], None] = lambda: None) -> NVLink:
+        """A rank's transport. pause: what its copy engine does before it begins."""
+        return NVLink(Communicator(rank, self.size, tuple(range(self.size))), _ThreadLink(self, rank, pause))
+
+
+class _ThreadLink:
+    """One thread's link: memory is shared anyway, and there is one stream, in which copies are made at once."""
+
+    captured = False
+
+    def __init__(self, threads: Threads, rank: int, pause: Callable[[], None]) -> None:
+        self._threads, self._rank, self._pause = threads, rank, pause
+
+    def shared(self, nbytes: int) -> Shared:
+        self._threads.memory[self._rank] = mine = torch.empty(nbytes, dtype=torch.uint8)
+        self.meet(-1)
+        of = list(self._threads.memory)
+        self.meet(-1)
+        return Shared(mine, of)
+
+    def meet(self, channel: int) -> None:
+        self._threads.meetings[channel].wait()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self._pause()
+        yield
+
+    def rejoin(self) -> None:
+        """Copies were made at once."""
+
+    def count(self, arrived: Tensor, block: int, heads: int) -> None:
+        assert arrived[block] < heads
+        arrived[block] = heads
+
+    def late(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32)
+
+
 def run_threads(case: Case, size: int) -> list[Results]:
     """The case on a ring of `size` threads of this process: each rank's shards."""
     layout, kv_layout = case.layouts(size)
-    plan = make_plan(layout, case.mask, kv_layout, schedule=case.schedule, hosts=case.hosts)
+    gathers = case.transport == "nvlink"
+    plan = make_plan(layout, case.mask, kv_layout, schedule="gather" if gathers else case.schedule, hosts=case.hosts)
     boxes = {(a, b, outer): queue.Queue() for a in range(size) for b in range(size) for outer in (False, True)}
+    shared = Threads(size)
     (q, _, v), _ = case.inputs()
     tile, scale = pick("reference", q, v), case.headdim[0] ** -0.5 if case.scale is None else case.scale
 
     def one(rank: int) -> Results:
-        ring = Ring(plan, rank, tile, _Mail(rank, boxes), scale)
+        transport = shared.transport(rank) if gathers else _Mail(rank, boxes)
+        ring = Ring(plan, rank, tile, transport, scale)
         return on_rank(case, rank, size, lambda q, k, v: attend(q, k, v, ring=ring))
 
     with ThreadPoolExecutor(size) as threads:

@@ -34,19 +34,20 @@ def shards(layout: rf.Layout, rank: int = 0, dtype: torch.dtype = torch.bfloat16
 @settings(max_examples=40)
 def test_work_and_bytes_are_right(mask: rf.Mask, name: str, schedule: str, size: int, data: st.DataObject) -> None:
     layout, rank = getattr(rf.layouts, name)(40, size), data.draw(st.integers(0, size - 1))
-    told = rf.explain(*shards(layout, rank), layout=layout, mask=mask, rank=rank, options=rf.Options(schedule=schedule))
+    options = rf.Options(schedule=schedule, transport="p2p")
+    told = rf.explain(*shards(layout, rank), layout=layout, mask=mask, rank=rank, options=options)
     plan = make_plan(layout, mask, schedule=schedule)
     position = torch.arange(40)
     pairs = oracle.visible(mask, position, position)[0]
-    for step, turn in zip(told.steps, plan.turns[rank], strict=True):
-        seen = 0 if step.attends is None else int(pairs[layout.positions(rank)][:, layout.positions(step.attends)].sum())
+    for step, turn in zip(told.steps, plan.forward.turns[rank], strict=True):
+        seen = sum(int(pairs[layout.positions(rank)][:, layout.positions(block)].sum()) for block in step.attends)
         assert (step.attends, step.pairs) == (turn.attend, seen)
         element = 2 * 2 * (64 + 32)  # batch * nheads_k * (headdim + headdim_v)
         for told_bytes, hops, itemsize in (
-            (step.bytes_sent, turn.sends, 2),
-            (step.bytes_received, turn.recvs, 2),
-            (step.grad_bytes_sent, turn.grad_sends, 4),
-            (step.grad_bytes_received, turn.grad_recvs, 4),
+            (step.bytes_sent, turn.hops.sends, 2),
+            (step.bytes_received, turn.hops.recvs, 2),
+            (step.grad_bytes_sent, turn.hops.grad_sends, 4),
+            (step.grad_bytes_received, turn.hops.grad_recvs, 4),
         ):
             assert told_bytes == sum(layout.lengths[block] for block, _ in hops) * element * itemsize
     each = [int(pairs[layout.positions(r)].sum()) for r in range(size)]
@@ -66,11 +67,11 @@ def test_bytes_sent_in_a_rank_pass_equal_bytes_received_somewhere() -> None:
 
 def test_the_report_is_readable() -> None:
     layout = rf.layouts.zigzag(65536, 4)
-    text = str(rf.explain(*shards(layout), layout=layout, mask=CAUSAL))
+    text = str(rf.explain(*shards(layout), layout=layout, mask=CAUSAL, options=rf.Options(transport="p2p")))
     for words in (
         "rank 0 of 4: Layout(zigzag, seqlen=65536, size=4), Mask(causal=True",
         "kernel     triton (hopper has headdim 64, 128, 192/128, 256, not 64/32; meta tensors: as on an sm_90 GPU)",
-        "transport  p2p",
+        "transport  p2p (asked for)",
         "schedule   rotate (moves 12 blocks between neighbours; direct would move as many)",
         "busiest rank 1.000 x the mean",
         "step  attends  visible pairs",
@@ -78,6 +79,24 @@ def test_the_report_is_readable() -> None:
     ):
         assert words in text
     assert max(map(len, text.splitlines())) <= 128
+
+
+def test_gathered_keys_are_in_the_report() -> None:
+    """One launch forward, and what is kept for all keys and their gradients."""
+    layout = rf.layouts.zigzag(65536, 4)
+    told = rf.explain(*shards(layout, 1), layout=layout, mask=CAUSAL, rank=1)
+    assert told.transport == "nvlink (one launch, keys pulled by copy engines)"
+    assert [step.attends for step in told.steps] == [(1, 0, 3, 2)]
+    assert [step.attends for step in told.backward_steps] == [(0, 3, 2), (1,)]
+    block = 65536 // 4 * 2 * 2 * (64 + 32) * 2
+    assert [step.bytes_received for step in told.steps] == [3 * block]
+    assert [step.grad_bytes_sent for step in told.backward_steps] == [0, 3 * 2 * block]
+    assert told.buffer_bytes == 2 * block + 3 * (block + 2 * 2 * block)
+    assert "schedule   gather" in str(told)
+    assert "\nback  attends" in str(told)
+    assert max(map(len, str(told).splitlines())) <= 128
+    kept = rf.Options(max_buffer_bytes=told.buffer_bytes - 1)
+    assert rf.explain(*shards(layout), layout=layout, mask=CAUSAL, options=kept).transport.startswith("p2p (")
 
 
 def test_meta_tensors_may_go_to_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,16 +121,16 @@ def test_meta_tensors_may_go_to_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), [7, 3, 7, 3], (0, 1, 2, 2), (4, 4, 4, 4)])
 @pytest.mark.parametrize("schedule", ["auto", "rotate", "direct", "hierarchical"])
 def test_bytes_over_host_borders(hosts: Sequence[int], schedule: str) -> None:
-    layout, options = rf.layouts.contiguous(38, 4), rf.Options(schedule=schedule)
+    layout, options = rf.layouts.contiguous(38, 4), rf.Options(schedule=schedule, transport="p2p")
     every = [rf.explain(*shards(layout, r), layout=layout, rank=r, hosts=hosts, options=options) for r in range(4)]
     plan = make_plan(layout, rf.Mask(), schedule=schedule, hosts=tuple(hosts))
     element = 2 * 2 * (64 + 32)  # batch * nheads_k * (headdim + headdim_v)
 
     def tokens(kind: str) -> int:
-        hops = [(r, hop) for r in range(4) for turn in plan.turns[r] for hop in getattr(turn.departing, kind)]
+        hops = [(r, hop) for r in range(4) for turn in plan.forward.turns[r] for hop in getattr(turn.departing, kind)]
         return sum(layout.lengths[block] for rank, (block, to) in hops if hosts[rank] != hosts[to])
 
-    for told, turns in zip(every, plan.turns, strict=True):
+    for told, turns in zip(every, plan.forward.turns, strict=True):
         assert told.schedule == f"{plan.schedule} ({plan.why})"
         assert (told.border_bytes, told.grad_border_bytes) == (
             tokens("sends") * element * 2,
@@ -135,23 +154,26 @@ def test_heads_are_in_the_report() -> None:
     """8 query heads on 2 key heads: halves of a group; and thirds, which cut groups unevenly."""
     layout = rf.layouts.zigzag(65536, 4)
     told = rf.explain(*shards(layout), layout=layout, mask=CAUSAL, options=rf.Options(transport="ulysses"))
-    assert told.transport.startswith("ulysses (heads over 4 ranks; ")
+    assert told.transport == "ulysses (asked for)"
     assert (told.heads_per_rank, told.imbalance) == ((2, 2, 2, 2), 1.0)
-    assert "heads      2 of queries, 1 of keys\nexchange   54.75 MiB sent to the other 3 in forward, 115.5 MiB in" in str(told)
+    assert "heads      over 4 ranks; here 2 of queries, 1 of keys\n" in str(told)
+    assert "exchange   54.75 MiB sent to the other 3 in forward, 115.5 MiB in backward\n" in str(told)
     assert told.pairs_per_rank == (65536 * 65537 // 2,) * 4
     assert told.flops == 2 * 2 * 2 * told.pairs_per_rank[0] * (64 + 32)
-    assert [step.attends for step in told.steps] == [0]
+    assert [step.attends for step in told.steps] == [(0,)]
 
     layout = rf.layouts.zigzag(65536, 6)
     told = rf.explain(*shards(layout, 4), layout=layout, mask=CAUSAL, mesh=(2, 3), rank=4, hosts=[0, 0, 1, 1, 1, 2])
-    assert told.transport.startswith("hybrid (heads over 3 ranks, ring of 2; ")
+    assert told.transport.startswith(
+        "hybrid (ring of 2 by p2p: keeps two blocks in flight; nvlink needs one ring of all ranks: "
+    )
     assert told.heads_per_rank == (2, 3, 3, 2, 3, 3)
     assert told.imbalance == pytest.approx(9 / 8, rel=1e-4)
-    assert [step.attends for step in told.steps][:2] == [1, 0]
+    assert [step.attends for step in told.steps][:2] == [(1,), (0,)]
     assert told.heads is not None
     assert (told.heads.nheads_q, told.heads.nheads_k, told.heads.repeated_k) == (3, 2, 3)
     assert 2 * told.heads.border_bytes == pytest.approx(told.heads.bytes_sent, rel=0.2)
-    assert "heads      3 of queries, 2 of keys, attended as 3\n" in str(told)
+    assert "heads      over 3 ranks; here 3 of queries, 2 of keys, attended as 3\n" in str(told)
     assert "in backward; of these 16.25 MiB and 40.5 MiB cross host borders\n" in str(told)
     assert max(map(len, str(told).splitlines())) <= 128
 
@@ -181,11 +203,11 @@ def test_no_work_is_balanced_and_one_rank_moves_nothing() -> None:
 
 
 def test_buffers_are_the_blocks_in_flight() -> None:
-    layout = rf.layouts.contiguous(40, 4)
+    layout, options = rf.layouts.contiguous(40, 4), rf.Options(transport="p2p")
     block = 10 * 2 * 2 * (64 + 32) * 2
-    assert rf.explain(*shards(layout), layout=layout).buffer_bytes == 2 * block
-    assert rf.explain(*shards(layout, 1), layout=layout, mask=rf.Mask(causal=True), rank=1).buffer_bytes == block
-    assert rf.explain(*shards(layout), layout=layout, mask=rf.Mask(window=(0, 0))).buffer_bytes == 0
+    assert rf.explain(*shards(layout), layout=layout, options=options).buffer_bytes == 2 * block
+    assert rf.explain(*shards(layout, 1), layout=layout, mask=CAUSAL, rank=1, options=options).buffer_bytes == block
+    assert rf.explain(*shards(layout), layout=layout, mask=rf.Mask(window=(0, 0)), options=options).buffer_bytes == 0
 
 
 def test_a_name_needs_a_size_and_tensors_on_a_cpu_get_the_reference() -> None:

@@ -4,7 +4,10 @@ Run with `pytest -m gpu` for one GPU and `torchrun --nproc-per-node 2 -m pytest 
 """
 
 import itertools
+import random
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -53,11 +56,11 @@ def case(**changes: object) -> Case:
     return Case(**(given | changes))  # pyright: ignore[reportArgumentType]
 
 
-def unchecked() -> rf.ContextParallel:
+def unchecked(transport: str = "auto", **options: Any) -> rf.ContextParallel:
     """A ring whose ranks compare no calls but the first, over a group of its own (the mode is the group's)."""
     group = torch.distributed.new_group()
     assert isinstance(group, torch.distributed.ProcessGroup)
-    return rf.ContextParallel(group, options=rf.Options(check="never"))
+    return rf.ContextParallel(group, options=rf.Options(check="never", transport=transport, **options))
 
 
 def check(session: Session, chosen: Case) -> None:
@@ -72,9 +75,18 @@ def test_ring_is_as_exact_as_one_kernel(session: Session, layout: str, mask: str
         check(session, case(layout=layout, mask=MASKS[mask], schedule=schedule, dtype=dtype))
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "per_document", "balanced"])
+@pytest.mark.parametrize("transport", ["nvlink", "allgather"])
+def test_gathered_keys_are_as_exact_as_one_kernel(session: Session, transport: str, layout: str, mask: str) -> None:
+    for dtype in ("float32", "bfloat16"):
+        check(session, case(layout=layout, mask=MASKS[mask], transport=transport, dtype=dtype))
+
+
+@pytest.mark.parametrize("transport", ["p2p", "nvlink", "allgather"])
 @pytest.mark.parametrize("seqlen", [0, 1, 2, 7, 63, 100, 2999])
-def test_any_length_runs(session: Session, seqlen: int) -> None:
-    check(session, case(seqlen=seqlen, dtype="float16"))
+def test_any_length_runs(session: Session, seqlen: int, transport: str) -> None:
+    check(session, case(seqlen=seqlen, dtype="float16", transport=transport))
 
 
 @pytest.mark.parametrize("headdims", [(16, 16), (24, 40), (80, 80), (128, 128), (192, 128), (256, 256)])
@@ -84,6 +96,70 @@ def test_head_dimensions(session: Session, headdims: tuple[int, int]) -> None:
 
 def test_benchmark_shape_against_the_oracle(session: Session) -> None:
     check(session, case(heads=(8, 2), headdims=(128, 128), seqlen=4096, batch=2))
+
+
+def test_many_heads_arrive_in_pieces(session: Session) -> None:
+    check(session, case(heads=(16, 16), headdims=(128, 128), seqlen=8192, transport="nvlink"))
+
+
+def ring_of(cp: rf.ContextParallel, tokens: int) -> tuple[Any, list[torch.Tensor]]:
+    """A causal batch and this rank's bfloat16 q, k, v (8 heads on 2, 64)."""
+    batch = cp.batch(tokens * cp.size, rf.Mask(causal=True))
+    g = torch.Generator(device="cuda").manual_seed(cp.rank)
+    made = [torch.randn(1, tokens, h, 64, device="cuda", generator=g).bfloat16().requires_grad_() for h in (8, 2, 2)]
+    return batch, made
+
+
+def test_steps_in_a_row_with_other_data_each_are_those_of_steps_alone(session: Session) -> None:
+    """Buffers are used again at once, ranks are held up here and there; compared bit for bit with what collectives bring."""
+    fast, slow = (unchecked(transport, deterministic=True) for transport in ("nvlink", "allgather"))
+    (batch, qkv), steps = ring_of(fast, 1024), 300
+    right = slow.batch(batch.layout.seqlen, batch.mask)
+    wait = random.Random(session.world.rank)
+    gains = torch.rand(steps, 3, generator=torch.Generator().manual_seed(1)).tolist()
+
+    def run(step: int, batch: Any) -> list[torch.Tensor]:
+        q, k, v = (x.detach().mul(gain + 0.5).requires_grad_() for x, gain in zip(qkv, gains[step], strict=True))
+        out = batch.attention(q, k, v)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())]
+
+    results = []
+    for step in range(steps):
+        if wait.random() < 0.1:
+            torch.cuda._sleep(wait.randrange(1_000_000))
+        if wait.random() < 0.05:
+            time.sleep(0.002)
+        results.append([x.float().sum() for x in run(step, batch)])
+    for step in range(0, steps, 10):
+        expected = [x.float().sum() for x in run(step, right)]
+        assert [x.item() for x in results[step]] == [x.item() for x in expected]
+
+
+def test_a_captured_step_may_be_replayed_with_other_inputs(session: Session) -> None:
+    cp = unchecked("nvlink" if session.world.size > 1 else "auto")
+    batch, (q, k, v) = ring_of(cp, 512)
+
+    def step() -> list[torch.Tensor]:
+        out = batch.attention(q, k, v)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = step()
+        for _ in range(100):
+            with torch.no_grad():
+                q.mul_(-1)
+                k.add_(0.01)
+            graph.replay()
+        expected = step()
+    torch.cuda.synchronize()
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.float(), y.float(), atol=2e-2, rtol=2e-2)
 
 
 def _segment_inputs(dtype: torch.dtype, seqlen_q: int = 257, seqlen_k: int = 391) -> tuple[torch.Tensor, Segment]:
@@ -124,16 +200,17 @@ def test_a_segment_is_waited_for(session: Session) -> None:
     tile = pick("triton", q, segment.v)
     expected, _ = tile.forward(q, [segment], 0.125)
     ready = torch.zeros(1, dtype=torch.int32, device="cuda")
-    landed = torch.ones(1, dtype=torch.int32).pin_memory()
-    k = segment.k.cpu().pin_memory()
-    late = segment._replace(k=torch.full_like(segment.k, float("nan")), ready=ready)
-    tile.forward(q, [late._replace(ready=ready + 1)], 0.125)  # compiled before anything waits
+    landed = [torch.full((1,), n, dtype=torch.int32).pin_memory() for n in (1, 2)]
+    k = segment.k.permute(2, 0, 1, 3).cpu().pin_memory()  # head by head
+    late = segment._replace(k=torch.full(k.shape, float("nan"), dtype=k.dtype, device="cuda").permute(1, 2, 0, 3), ready=ready)
+    tile.forward(q, [late._replace(ready=ready + 2)], 0.125)  # compiled before anything waits
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     out, _ = tile.forward(q, [late], 0.125)
     with torch.cuda.stream(side):  # copy engines only: the spinning programs hold multiprocessors
-        late.k.copy_(k, non_blocking=True)
-        ready.copy_(landed, non_blocking=True)
+        for head, flag in enumerate(landed):
+            late.k[:, :, head].copy_(k[head], non_blocking=True)
+            ready.copy_(flag, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
 
@@ -153,8 +230,9 @@ def test_addresses_past_two_to_the_31(session: Session) -> None:
     assert torch.equal(out, expected)
 
 
-def test_no_host_synchronisation_in_a_step(session: Session) -> None:
-    cp = unchecked()
+@pytest.mark.parametrize("transport", ["p2p", "nvlink", "allgather"])
+def test_no_host_synchronisation_in_a_step(session: Session, transport: str) -> None:
+    cp = unchecked(transport)
     batch = cp.batch(2048 * cp.size, rf.Mask(causal=True))
     q, k, v = (torch.randn(1, 2048, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
     batch.attention(q, k, v).sum().backward()
@@ -166,8 +244,9 @@ def test_no_host_synchronisation_in_a_step(session: Session) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_same_bits_every_time(session: Session) -> None:
-    cp = rf.ContextParallel(options=rf.Options(deterministic=True))
+@pytest.mark.parametrize("transport", ["p2p", "nvlink", "allgather"])
+def test_same_bits_every_time(session: Session, transport: str) -> None:
+    cp = rf.ContextParallel(options=rf.Options(deterministic=True, transport=transport))
     batch = cp.batch(1000, rf.Mask(causal=True))
     whole = [torch.randn(1, 1000, h, 64, generator=torch.Generator().manual_seed(h)).cuda().bfloat16() for h in (4, 2, 2)]
 
@@ -202,7 +281,7 @@ def test_reversed_mesh(session: Session) -> None:
 
 def test_memory_beyond_inputs_outputs_and_saved_tensors(session: Session) -> None:
     """Two K/V blocks in flight and one float32 state forward; three float32 dK/dV blocks and float32 dQ backward."""
-    cp = unchecked()
+    cp = unchecked("p2p")
     tokens, heads, heads_k, headdim = 4096, 8, 2, 128
     batch = cp.batch(tokens * cp.size, rf.Mask(causal=True))
     q, k, v = (

@@ -241,15 +241,20 @@ def test_a_training_script_on_a_mesh(pools: Pools, shape: tuple[int, int]) -> No
         torch.testing.assert_close(found, wanted)
 
 
-def refused(shape: tuple[int, ...], change: dict[str, Any], wrong: tuple[int, ...]) -> tuple[str, str]:
+def new_mesh(shape: tuple[int, int]) -> DeviceMesh:
+    """With groups of its own, whose calls are compared from the first one on."""
+    return DeviceMesh("cpu", torch.arange(4).view(shape), mesh_dim_names=("ring", "heads"))
+
+
+def refused(shape: tuple[int, int], change: dict[str, Any], wrong: tuple[int, ...]) -> tuple[str, str]:
     """What a wrong call raises on this rank, and a good one after it."""
-    mesh, told = DeviceMesh("cpu", torch.arange(4).view(shape)), []
+    mesh, told = new_mesh(shape), []
     q = torch.ones(1, 6, 2, 8)
     for more in (change if dist.get_rank() in wrong else {}, {}):
         try:
             rf.ring_attention(**{"q": q, "k": q, "v": q, "layout": "zigzag", "group": mesh, **more})
             told.append("")
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
             told.append(f"{type(error).__name__}: {error}")
     return told[0], told[1]
 
@@ -259,7 +264,7 @@ ULYSSES = {"options": rf.Options(transport="ulysses")}
 
 def made_with_ulysses() -> str:
     with pytest.raises(ValueError, match="transport='ulysses' must have all ranks") as error:
-        rf.ContextParallel(DeviceMesh("cpu", [[0, 1], [2, 3]]), options=rf.Options(transport="ulysses"))
+        rf.ContextParallel(new_mesh((2, 2)), options=rf.Options(transport="ulysses"))
     return str(error.value)
 
 
@@ -272,6 +277,49 @@ def test_ulysses_over_a_ring_of_rows_is_refused(pools: Pools) -> None:
         assert wrong.startswith("ValueError: transport='ulysses' must have all ranks in one exchange of heads: the group is a")
         assert good == ""
     assert pools.run(4, refused, (1, 4), ULYSSES, (0, 1, 2, 3)) == [("", "")] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"transport": "nvlink"}, "transport='nvlink' needs one ring of all ranks: the mesh is 2 x 2; use transport='auto'"),
+        ({"transport": "allgather"}, "transport='allgather' needs one ring of all ranks: the mesh is 2 x 2; use"),
+        ({"schedule": "gather"}, "transport 'p2p' keeps two blocks and does not gather"),
+    ],
+)
+def test_what_meets_all_ranks_is_refused_where_a_mesh_has_several_rings(
+    pools: Pools, options: dict[str, Any], words: str
+) -> None:
+    for wrong, good in pools.run(4, refused, (2, 2), {"options": rf.Options(**options)}, (0, 1, 2, 3)):
+        assert wrong.startswith("NotImplementedError: ")
+        assert words in wrong
+        assert good == ""
+
+
+def other_mesh(names: tuple[str, ...] | None, shape: tuple[int, ...]) -> list[str]:
+    """What is said of a mesh that is hardly meant to share heads, before any rank waits for another."""
+    mesh, x = DeviceMesh("cpu", torch.arange(4).view(shape), mesh_dim_names=names), torch.ones(1, 6, 2, 8)
+    with pytest.raises(ValueError, match="group must be") as made:
+        rf.ContextParallel(mesh)
+    with pytest.raises(ValueError, match="group must be") as called:
+        rf.ring_attention(x, x, x, layout="zigzag", group=mesh)
+    return [str(made.value), str(called.value)]
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "found"),
+    [
+        (("dp", "cp"), (2, 2), "2 dimensions named ('dp', 'cp')"),
+        (("heads", "ring"), (2, 2), "2 dimensions named ('heads', 'ring')"),
+        (None, (2, 2), "2 dimensions without names"),
+        (("dp", "ring", "heads"), (1, 2, 2), "3 dimensions named ('dp', 'ring', 'heads')"),
+    ],
+)
+def test_only_meshes_named_ring_and_heads_share_heads(
+    pools: Pools, names: tuple[str, ...] | None, shape: tuple[int, ...], found: str
+) -> None:
+    rule = "group must be a DeviceMesh of one dimension, or of two named ('ring', 'heads'), whose rows then share heads"
+    assert pools.run(4, other_mesh, names, shape) == [[f"{rule}: it has {found}; take one with mesh['name']"] * 2] * 4
 
 
 @pytest.mark.parametrize(

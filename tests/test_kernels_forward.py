@@ -108,7 +108,7 @@ def test_scales(scale):
 @interpreted
 def test_ready_segments():
     case = random_case(20, (40, 40), batch=1)
-    ready = torch.ones(1, dtype=torch.int32)
+    ready = torch.full((1,), case.segments[1].k.shape[2], dtype=torch.int32)
     check(case._replace(segments=[case.segments[0], case.segments[1]._replace(ready=ready)]))
 
 

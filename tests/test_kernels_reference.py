@@ -189,7 +189,7 @@ def test_segments_are_waited_for_where_some_row_sees_them() -> None:
     def arrive(segment: Segment) -> None:
         assert segment.ready is not None
         segment.k.copy_(k)
-        segment.ready.fill_(1)
+        segment.ready.fill_(2)
 
     exact, _ = tile(q, [Segment(k, v, 0 * one, 9 * one)], dout, dlse, 0.3)
     timer = threading.Timer(0.1, arrive, [late[0]])

@@ -14,7 +14,7 @@ from ring_cases import LAYOUTS, make_layout
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringflash as rf
-from ringflash.plan import Plan, make_plan
+from ringflash.plan import Course, Plan, make_plan
 from ringflash.schedules import SCHEDULES, Transfer
 
 CPU = torch.device("cpu")
@@ -64,25 +64,23 @@ def seen(plan: Plan) -> torch.Tensor:
     return oracle.visible(plan.mask, torch.arange(plan.layout.offset, plan.layout.end), keys).byte()
 
 
-def arrivals(plan: Plan, moves: str) -> list[list[tuple[Transfer, int]]]:
+def arrivals(course: Course, moves: str) -> list[list[tuple[Transfer, int]]]:
     """What lands at the end of each step, with the step in which it set out. moves: "blocks" or "partials"."""
-    landing: list[list[tuple[Transfer, int]]] = [[] for _ in plan.steps]
-    for t, step in enumerate(plan.steps):
+    landing: list[list[tuple[Transfer, int]]] = [[] for _ in course.steps]
+    for t, step in enumerate(course.steps):
         for x, steps in getattr(step, moves):
             landing[t + steps - 1].append((x, t))
     return landing
 
 
-def attended(plan: Plan) -> torch.Tensor:
+def attended(plan: Plan, course: Course) -> torch.Tensor:
     """uint8 (batch rows, queries, keys): how often the plan computes each pair; a block is attended where it has been put."""
     done = torch.zeros_like(seen(plan))
     held = [{rank} for rank in range(plan.size)]
     coming: list[set[int]] = [set() for _ in range(plan.size)]
-    for step, landing in zip(plan.steps, arrivals(plan, "blocks"), strict=True):
-        for rank, block in enumerate(step.attend):
-            if block is None:
-                continue
-            assert block in held[rank]
+    for step, landing in zip(course.steps, arrivals(course, "blocks"), strict=True):
+        for rank, block in ((rank, block) for rank, blocks in enumerate(step.attend) for block in blocks):
+            assert block in held[rank] or (step.early and Transfer(block, block, rank) in step.transfers)
             begin, end = plan.intervals(rank, CPU)[block]
             keys = plan.kv_layout.positions(block)
             index = torch.arange(len(keys))
@@ -103,7 +101,8 @@ def attended(plan: Plan) -> torch.Tensor:
 
 @given(plans())
 def test_every_visible_pair_once_and_no_other(plan: Plan) -> None:
-    assert torch.equal(attended(plan), seen(plan))
+    assert torch.equal(attended(plan, plan.forward), seen(plan))
+    assert plan.backward is plan.forward or torch.equal(attended(plan, plan.backward), seen(plan))
 
 
 def pairs_per_block(plan: Plan) -> torch.Tensor:
@@ -143,10 +142,10 @@ def test_partial_gradients_travel_as_one_and_come_home_whole(plan: Plan) -> None
     # partial[rank][block]: whose contributions to the block's dK/dV lie on the rank
     partial: list[dict[int, list[int]]] = [{} for _ in range(plan.size)]
     moving: dict[tuple[Transfer, int], list[int]] = {}
-    for t, (step, landing) in enumerate(zip(plan.steps, arrivals(plan, "partials"), strict=True)):
+    for t, (step, landing) in enumerate(zip(plan.backward.steps, arrivals(plan.backward, "partials"), strict=True)):
         moving |= {(x, t): partial[x.source].pop(x.block) for x, _ in step.partials}  # complete before this step
-        for rank, block in enumerate(step.attend):
-            if block is not None:
+        for rank, blocks in enumerate(step.attend):
+            for block in blocks:
                 partial[rank].setdefault(block, []).append(rank)
         for x, begin in landing:
             partial[x.target].setdefault(x.block, []).extend(moving.pop((x, begin)))
@@ -161,12 +160,15 @@ def test_partial_gradients_travel_as_one_and_come_home_whole(plan: Plan) -> None
 
 @given(plans())
 def test_turns_are_the_steps_and_both_ends_of_each_hop_agree(plan: Plan) -> None:
-    for t, step in enumerate(plan.steps):
-        turns = [turns[t] for turns in plan.turns]
-        assert [turn.attend for turn in turns] == list(step.attend)
-        _same_hops(step.transfers, step.grads, turns)
-        departing = [turn.departing for turn in turns]
-        _same_hops([x for x, _ in step.blocks], [x for x, _ in step.partials], departing)
+    for course in (plan.forward, plan.backward):
+        for t, step in enumerate(course.steps):
+            turns = [turns[t] for turns in course.turns]
+            assert [turn.attend for turn in turns] == list(step.attend)
+            _same_hops(step.transfers, step.grads, [turn.hops for turn in turns])
+            departing = [turn.departing for turn in turns]
+            _same_hops([x for x, _ in step.blocks], [x for x, _ in step.partials], departing)
+            for turn in turns:  # also a rank that has no part in them knows that others have
+                assert (turn.hops.moves, turn.hops.grad_moves) == (bool(step.transfers), bool(step.grads))
 
 
 def _same_hops(transfers: Sequence[Transfer], grads: Sequence[Transfer], parts: Sequence[Any]) -> None:
@@ -181,8 +183,8 @@ def _same_hops(transfers: Sequence[Transfer], grads: Sequence[Transfer], parts: 
 
 @given(plans())
 def test_outer_transfers_land_in_the_order_in_which_they_set_out(plan: Plan) -> None:
-    ends = [[(t + o.steps - 1, o) for o in step.outer] for t, step in enumerate(plan.steps)]
-    for rank, turns in enumerate(plan.turns):
+    ends = [[(t + o.steps - 1, o) for o in step.outer] for t, step in enumerate(plan.forward.steps)]
+    for rank, turns in enumerate(plan.forward.turns):
         flying: list[int] = []
         for t, turn in enumerate(turns):
             mine = [end for end, o in ends[t] if any(rank in (x.source, x.target) for x in (*o.transfers, *o.grads))]
@@ -195,9 +197,9 @@ def test_outer_transfers_land_in_the_order_in_which_they_set_out(plan: Plan) -> 
 
 @given(plans())
 def test_blocks_are_dropped_after_their_last_use_and_never_pile_up(plan: Plan) -> None:
-    most = 4 if plan.schedule == "hierarchical" else 2  # one attended, one arriving; two more that lie there and come to
-    landing = arrivals(plan, "blocks")
-    for rank, turns in enumerate(plan.turns):
+    most = {"hierarchical": 4, "gather": plan.size - 1}.get(plan.schedule, 2)  # one attended, one arriving; two that lie there
+    landing = arrivals(plan.forward, "blocks")
+    for rank, turns in enumerate(plan.forward.turns):
         held: set[int] = set()
         sending = {
             (x.block, s) for t, xs in enumerate(landing) for x, begin in xs if x.source == rank for s in range(begin, t + 1)
@@ -207,28 +209,28 @@ def test_blocks_are_dropped_after_their_last_use_and_never_pile_up(plan: Plan) -
             assert not held & arriving
             held |= arriving
             assert len(held) <= most
-            used = {x.attend for x in turns[t + 1 :]} | {block for block, s in sending if s > t}
+            used = {block for x in turns[t + 1 :] for block in x.attend} | {block for block, s in sending if s > t}
             assert set(turn.drop) <= held
             held -= set(turn.drop)
             still = {x.block for s, xs in enumerate(landing) for x, begin in xs if x.target == rank and begin <= t < s}
             assert held == held & (used | still)
         assert not held
-        attending = [t for t, turn in enumerate(turns) if turn.attend is not None]
+        attending = [t for t, turn in enumerate(turns) if turn.attend]
         assert [t for t, turn in enumerate(turns) if turn.last] == [attending[-1]]
-        assert turns[0].attend == rank
+        assert turns[0].attend[0] == rank
 
 
 @given(plans(size=8, schedules=("hierarchical",)))
 def test_partial_gradients_of_the_hierarchical_schedule_never_pile_up(plan: Plan) -> None:
     """Blocks of float32 dK/dV on a rank, leaving and arriving ones and its own among them: schedules.py says which."""
-    landing = arrivals(plan, "partials")
-    for rank, turns in enumerate(plan.turns):
+    landing = arrivals(plan.forward, "partials")
+    for rank, turns in enumerate(plan.forward.turns):
         here, under_way = {rank}, 0
         for turn, landed in zip(turns, landing, strict=True):
             hops = turn.departing
             here -= {block for block, _ in hops.grad_sends}
             under_way += len(hops.grad_sends) + len(hops.grad_recvs)
-            here |= {turn.attend} - {None}
+            here |= set(turn.attend)
             assert len(here) + under_way <= 9
             here |= {x.block for x, _ in landed if x.target == rank}
             under_way -= sum((x.source == rank) + (x.target == rank) for x, _ in landed)

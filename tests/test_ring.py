@@ -27,8 +27,9 @@ from ring_cases import (
 )
 
 import ringflash as rf
-from ringflash import api, ring
+from ringflash import api
 from ringflash.tile import pick
+from ringflash.transport.blocks import Shapes
 
 LENGTHS = (1, 7, 33, 63, 100)
 SIZES = (2, 3, 4)
@@ -130,6 +131,21 @@ def test_more_ranks_than_cores(size: int, schedule: str) -> None:
         hosts = HOSTS[size][i % len(HOSTS[size])]
         case = Case(mask, seqlen, LAYOUTS[(i + size) % len(LAYOUTS)], schedule=schedule, hosts=hosts)
         assert not (wrong := verdict(case, run_threads(case, size))), wrong
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_keys_gathered_by_copy_engines(size: int) -> None:
+    """The same loop where one launch attends all blocks, in threads that share memory: masks x layouts in turn."""
+    for i, (mask, seqlen) in enumerate((m, n) for n in (33, 5) for m in masks(n).values()):
+        case = Case(mask, seqlen, LAYOUTS[(i + size) % len(LAYOUTS)], transport="nvlink")
+        assert not (wrong := verdict(case, run_threads(case, size))), wrong
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_keys_gathered_by_collectives(pools: Pools, size: int) -> None:
+    every = [(m, n) for n in (33, 5, 1) for m in masks(n).values()]
+    cases = [Case(m, n, LAYOUTS[(i + size) % len(LAYOUTS)], transport="allgather") for i, (m, n) in enumerate(every)]
+    check(pools, size, cases)
 
 
 # What moves
@@ -269,7 +285,7 @@ def most_blocks(schedule: str, fused: bool, hosts: tuple[int, ...]) -> dict[str,
     batch, alive = cp.batch(8 * cp.size), Alive()
     q, k, v = (torch.randn(1, batch.layout.lengths[cp.rank], 2, 8).bfloat16().requires_grad_() for _ in range(3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring.Ring, "_room_for", alive.watch(ring.Ring._room_for))
+        patch.setattr(Shapes, "empty", alive.watch(Shapes.empty))
         patch.setattr(api, "pick", lambda *args, **options: pick(*args, **options)._replace(fused_backward=fused))
         batch.attention(q, k, v).sum().backward()
     return alive.most

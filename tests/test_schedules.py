@@ -13,21 +13,21 @@ from test_plan import plans
 
 import ringflash as rf
 from ringflash.plan import Plan, make_plan
-from ringflash.schedules import SCHEDULES, Step, Transfer, chosen, without_idle
+from ringflash.schedules import Step, Transfer, chosen, without_idle
 
 
 def moved(plan: Plan) -> int:
-    return sum(len(step.blocks) for step in plan.steps)
+    return sum(len(step.blocks) for step in plan.forward.steps)
 
 
 @given(plans())
 def test_direct_moves_exactly_the_needed_blocks_straight_from_their_owners(plan: Plan) -> None:
     plan = make_plan(plan.layout, plan.mask, plan.kv_layout, schedule="direct")
-    hops = [x for step in plan.steps for x in step.transfers]
+    hops = [x for step in plan.forward.steps for x in step.transfers]
     assert all(x.source == x.block for x in hops)
     needed = {(r, b) for r in range(plan.size) for b in range(plan.size) if r != b and plan.needs[r, b]}
     assert sorted((x.target, x.block) for x in hops) == sorted(needed)
-    grads = [x for step in plan.steps for x in step.grads]
+    grads = [x for step in plan.forward.steps for x in step.grads]
     assert sorted((x.source, x.block) for x in grads) == sorted(needed)
     assert all(x.target == x.block for x in grads)
 
@@ -59,13 +59,13 @@ def test_number_of_blocks_that_move(mask: rf.Mask, expected: int) -> None:
 
 def test_rotate_moves_between_neighbours_only() -> None:
     plan = make_plan(rf.layouts.zigzag(32, 4), rf.Mask(causal=True), schedule="rotate")
-    assert all(x.target == (x.source + 1) % 4 for step in plan.steps for x in step.transfers)
+    assert all(x.target == (x.source + 1) % 4 for step in plan.forward.steps for x in step.transfers)
     assert moved(plan) == 12
 
 
 def crossing(plan: Plan, moves: str) -> list[Transfer]:
     """What crosses host borders, in order: "blocks" or "partials"."""
-    every = [x for step in plan.steps for x, _ in getattr(step, moves)]
+    every = [x for step in plan.forward.steps for x, _ in getattr(step, moves)]
     return [x for x in every if plan.hosts[x.source] != plan.hosts[x.target]]
 
 
@@ -87,12 +87,12 @@ def test_hierarchical_crosses_each_border_once_and_only_where_that_is_needed(pla
 
 @given(plans(size=8, schedules=("hierarchical",)))
 def test_hierarchical_leaves_borders_to_outer_transfers_that_run_a_whole_inner_turn(plan: Plan) -> None:
-    inner = [x for step in plan.steps for x in (*step.transfers, *step.grads)]
+    inner = [x for step in plan.forward.steps for x in (*step.transfers, *step.grads)]
     if len(set(plan.hosts)) > 1:
         assert all(plan.hosts[x.source] == plan.hosts[x.target] for x in inner)
-    outer = [x for step in plan.steps for o in step.outer for x in (*o.transfers, *o.grads)]
+    outer = [x for step in plan.forward.steps for o in step.outer for x in (*o.transfers, *o.grads)]
     assert all(plan.hosts[x.source] != plan.hosts[x.target] for x in outer)
-    busy = [(t, t + o.steps) for t, step in enumerate(plan.steps) for o in step.outer if o.transfers]
+    busy = [(t, t + o.steps) for t, step in enumerate(plan.forward.steps) for o in step.outer if o.transfers]
     assert busy == sorted(busy)
     assert all(end == begin for (_, end), (begin, _) in pairwise(busy))  # one takes over from the other
 
@@ -104,24 +104,30 @@ def hierarchical(hosts: tuple[int, ...], mask: rf.Mask = rf.Mask(), name: str = 
 
 def outer_moves(plan: Plan) -> list[tuple[int, int, list[Transfer], list[Transfer]]]:
     """(step, steps, blocks, partials) of each outer transfer."""
-    return [(t, o.steps, list(o.transfers), list(o.grads)) for t, step in enumerate(plan.steps) for o in step.outer]
+    return [(t, o.steps, list(o.transfers), list(o.grads)) for t, step in enumerate(plan.forward.steps) for o in step.outer]
+
+
+def one_each(*blocks: int) -> tuple[tuple[int, ...], ...]:
+    """What ranks attend that attend one block each."""
+    return tuple((block,) for block in blocks)
 
 
 def test_two_hosts_of_two() -> None:
     plan = hierarchical((0, 0, 1, 1))
-    assert [step.attend for step in plan.steps[:4]] == [(0, 1, 2, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 2, 1, 0)]
+    expected = [one_each(0, 1, 2, 3), one_each(1, 0, 3, 2), one_each(2, 3, 0, 1), one_each(3, 2, 1, 0)]
+    assert [step.attend for step in plan.forward.steps[:4]] == expected
     there = [Transfer(2, 2, 0), Transfer(3, 3, 1), Transfer(0, 0, 2), Transfer(1, 1, 3)]
     back = [Transfer(2, 0, 2), Transfer(3, 1, 3), Transfer(0, 2, 0), Transfer(1, 3, 1)]
     assert outer_moves(plan) == [(0, 2, there, []), (5, 1, [], back)]
     assert moved(plan) == 12
-    assert all(len(step.transfers) == 4 for step in (plan.steps[0], plan.steps[2]))
+    assert all(len(step.transfers) == 4 for step in (plan.forward.steps[0], plan.forward.steps[2]))
 
 
 def test_blocks_go_on_from_host_to_host_and_their_partials_with_them() -> None:
     plan = hierarchical((0, 1, 2))
     rotate = make_plan(plan.layout, plan.mask, schedule="rotate")
-    assert [step.attend for step in plan.steps] == [step.attend for step in rotate.steps]
-    for step, other in zip(plan.steps, rotate.steps, strict=True):
+    assert [step.attend for step in plan.forward.steps] == [step.attend for step in rotate.forward.steps]
+    for step, other in zip(plan.forward.steps, rotate.forward.steps, strict=True):
         assert {x for x, _ in step.blocks} == set(other.transfers)
         assert {x for x, _ in step.partials} == set(other.grads)
 
@@ -130,19 +136,20 @@ def test_a_block_that_the_next_host_does_not_need_comes_from_its_owner() -> None
     """Of five hosts the second and the fourth need block 0: it no longer lies with the second when the fourth's turn comes."""
     needs = np.eye(5, dtype=bool)
     needs[[1, 3], 0] = needs[4, 2] = True
-    _, _, steps = chosen("hierarchical", tuple(map(tuple, needs.tolist())), (0, 1, 2, 3, 4))
+    steps = chosen("hierarchical", tuple(map(tuple, needs.tolist())), (0, 1, 2, 3, 4)).forward
     assert [x for step in steps for x, _ in step.blocks] == [Transfer(0, 0, 1), Transfer(2, 2, 4), Transfer(0, 0, 3)]
     assert [x for step in steps for x, _ in step.partials] == [Transfer(0, 1, 0), Transfer(2, 4, 2), Transfer(0, 3, 0)]
 
 
 def test_hosts_that_need_nothing_of_each_other_exchange_nothing() -> None:
-    assert hierarchical((0, 1, 2, 3), rf.Mask(documents=(0, 8, 16, 24, 32))).steps == (Step((0, 1, 2, 3), (), ()),)
+    plan = hierarchical((0, 1, 2, 3), rf.Mask(documents=(0, 8, 16, 24, 32)))
+    assert plan.forward.steps == (Step(one_each(0, 1, 2, 3), (), ()),)
 
 
 def test_a_host_with_fewer_ranks_takes_blocks_one_inner_turn_after_the_other() -> None:
     plan = hierarchical((0, 0, 0, 1))
-    assert [turn.attend for turn in plan.turns[3] if turn.attend is not None] == [3, 0, 1, 2]
-    assert max(len([b for b, _ in turn.departing.recvs]) for turn in plan.turns[3]) == 1
+    assert plan.attended(3) == [3, 0, 1, 2]
+    assert max(len([b for b, _ in turn.departing.recvs]) for turn in plan.forward.turns[3]) == 1
     assert {x.target for x in crossing(plan, "blocks") if x.block == 3} == {0}
 
 
@@ -161,7 +168,7 @@ def test_one_host_is_its_inner_schedule_and_says_so() -> None:
         plan.why
         == "hierarchical on one host is its inner schedule: moves 12 blocks between neighbours; direct would move as many"
     )
-    assert plan.steps == make_plan(plan.layout, plan.mask, schedule="rotate").steps
+    assert plan.forward.steps == make_plan(plan.layout, plan.mask, schedule="rotate").forward.steps
     assert hierarchical((5, 5, 5, 5), rf.Mask(window=(8, 8))).schedule == "direct"
 
 
@@ -184,7 +191,8 @@ def test_auto_on_several_hosts(hosts: tuple[int, ...], mask: rf.Mask, name: str,
 
 @given(plans(size=8))
 def test_auto_crosses_borders_no_more_than_rotate_or_direct_and_names_what_would_cross_fewer(plan: Plan) -> None:
-    by_name = {name: make_plan(plan.layout, plan.mask, plan.kv_layout, schedule=name, hosts=plan.hosts) for name in SCHEDULES}
+    ways = ("rotate", "direct", "hierarchical")
+    by_name = {name: make_plan(plan.layout, plan.mask, plan.kv_layout, schedule=name, hosts=plan.hosts) for name in ways}
     auto = make_plan(plan.layout, plan.mask, plan.kv_layout, hosts=plan.hosts)
     counts = {name: len(crossing(other, "blocks")) for name, other in by_name.items()}
     on_request = counts.pop("hierarchical")
@@ -193,13 +201,13 @@ def test_auto_crosses_borders_no_more_than_rotate_or_direct_and_names_what_would
         (other,) = counts.keys() - {auto.schedule}
         hint = f"; hierarchical, on request, would cross {on_request}" if on_request < counts[auto.schedule] else ""
         assert auto.why == f"{counts[auto.schedule]} blocks cross host borders; {other} {counts[other]}{hint}"
-    assert auto.steps == by_name[auto.schedule].steps
+    assert auto.forward.steps == by_name[auto.schedule].forward.steps
 
 
 def with_idle(steps: Sequence[Step], gaps: Sequence[int], *, late: bool) -> list[Step]:
     """The steps with gaps[t] idle ones before step t and the last gap behind; outer transfers run as much longer. late: and
     over the idle steps behind their last one."""
-    idle = Step((None,) * len(steps[0].attend), (), ())
+    idle = Step(((),) * len(steps[0].attend), (), ())
     at = [t + sum(gaps[: t + 1]) for t in range(len(steps) + 1)]
     made = [idle] * at[-1]
     for t, step in enumerate(steps):
@@ -211,16 +219,27 @@ def with_idle(steps: Sequence[Step], gaps: Sequence[int], *, late: bool) -> list
 
 @given(plans(size=8, schedules=("hierarchical",)), st.data())
 def test_idle_steps_are_left_out_also_where_outer_transfers_run_over_them(plan: Plan, data: st.DataObject) -> None:
-    n = len(plan.steps) + 1
+    n = len(plan.forward.steps) + 1
     gaps = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
     for late in (False, True):
-        assert without_idle(with_idle(plan.steps, gaps, late=late)) == plan.steps
+        assert without_idle(with_idle(plan.forward.steps, gaps, late=late)) == plan.forward.steps
 
 
 @given(plans(size=8))
 def test_no_step_is_idle(plan: Plan) -> None:
-    assert all(step.busy for step in plan.steps)
-    assert all(t + o.steps <= len(plan.steps) for t, step in enumerate(plan.steps) for o in step.outer)
+    assert all(step.busy for step in (*plan.forward.steps, *plan.backward.steps))
+
+
+def test_gather_is_one_step_forward_and_two_back() -> None:
+    """All blocks that are needed and no other, nearest first; the own one is attended last while gradients go home."""
+    plan = make_plan(rf.layouts.contiguous(32, 4), CAUSAL, schedule="gather")
+    (forward,), (first, last) = plan.forward.steps, plan.backward.steps
+    assert forward.attend == ((0,), (1, 0), (2, 1, 0), (3, 2, 1, 0))
+    assert (first.attend, last.attend) == (((), (0,), (1, 0), (2, 1, 0)), one_each(0, 1, 2, 3))
+    assert forward.transfers == first.transfers
+    assert {(x.block, x.source, x.target) for x in last.grads} == {(x.block, x.target, x.block) for x in first.transfers}
+    assert (forward.early, first.early, last.early) == (True, True, False)
+    assert all(t + o.steps <= len(plan.forward.steps) for t, step in enumerate(plan.forward.steps) for o in step.outer)
 
 
 def test_hosts_are_one_number_per_rank() -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from pool import Pools
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringflash.transport.blocks import Hops, Shapes
 from ringflash.transport.communicator import communicator
 from ringflash.transport.p2p import P2P, Pending
 
@@ -43,6 +44,29 @@ def among_some() -> float:
 
 def test_among_some_ranks(pools: Pools) -> None:
     assert pools.run(3, among_some) == [2.0, -1.0, 0.0]
+
+
+def move_among_some() -> tuple[float, float] | None:
+    """Blocks, and dK and dV, between ranks 2 and 0 of three, which are 0 and 1 to each other: what of both arrives."""
+    comm = communicator()
+    if comm.rank == 1:
+        return None
+    place, other = (0, 1) if comm.rank == 2 else (1, 0)
+    shapes = Shapes(torch.ones(1, 3 + place, 2, 4), torch.ones(1, 3 + place, 2, 5), (3, 4))
+    held = {place: (shapes.k * (10 + place), shapes.v * (20 + place))}
+    partial = {other: tuple(x.fill_(30 + place) for x in shapes.empty(other, torch.float32))}
+    hops = Hops(((place, other),), ((other, other),), ((other, other),), ((place, other),), moves=True, grad_moves=True)
+    moving = P2P(comm, [2, 0]).move(hops, held, partial, shapes=shapes)  # pyright: ignore[reportArgumentType]
+    moving.pending.wait()
+    assert not partial
+    (k, v), ((block, (dk, dv)),) = moving.blocks[other], moving.grads
+    assert (k.shape[1], block, dk.shape, dv.shape) == (3 + other, place, shapes.k.shape, shapes.v.shape)
+    assert all(bool((x == x.flatten()[0]).all()) for x in (k, v, dk, dv))
+    return float(v[0, 0, 0, 0]), float(dv[0, 0, 0, 0])
+
+
+def test_blocks_among_some_ranks(pools: Pools) -> None:
+    assert pools.run(3, move_among_some) == [(20.0, 30.0), None, (21.0, 31.0)]
 
 
 def one_way(n: int) -> int:

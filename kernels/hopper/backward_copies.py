@@ -167,7 +167,7 @@ def producer(descs, k_descs, v_descs, smems, bars, pointers, numbers, CONFIG: gl
     key = _lane(record, word, KEY)
     if CONFIG.WAITS:
         if (tiles > 0) & (_lane(record, word, WAIT) > 0):
-            dialect.wait_ready(_address(record, word, READY, READY_HI), _address(record, word, LATE, LATE_HI),
+            dialect.wait_ready(_address(record, word, READY, READY_HI), hk, _address(record, word, LATE, LATE_HI),
                                dialect.number(limit_ns))  # fmt: skip
     words = lo, left, edges, tiles, full_lo, full_hi, first, step
     for i in range(tiles * group):

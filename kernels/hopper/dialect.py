@@ -111,15 +111,17 @@ def let_copies_follow():
 
 
 @gluon.jit
-def wait_ready(ready_ptr, late_ptr, limit_ns):
-    """Spin (one warp) until the flag is set, then let the copy engine's reads follow; give up after limit_ns: *late_ptr = 1."""
-    flag = gl.atomic_add(ready_ptr, 0, sem="acquire", scope="sys")
-    if flag == 0:
+def wait_ready(ready_ptr, head, late_ptr, limit_ns):
+    """Spin (one warp) until the key head has arrived, then let the copy engine's reads follow; give up after limit_ns:
+    *late_ptr = 1.
+    """
+    arrived = gl.atomic_add(ready_ptr, 0, sem="acquire", scope="sys")
+    if arrived <= head:
         begin = _clock()
-        while flag == 0:
-            flag = gl.atomic_add(ready_ptr, 0, sem="acquire", scope="sys")
-            if flag == 0:
+        while arrived <= head:
+            arrived = gl.atomic_add(ready_ptr, 0, sem="acquire", scope="sys")
+            if arrived <= head:
                 if _clock() - begin > limit_ns:
                     gl.store(late_ptr, 1)
-                    flag = flag + 1
+                    arrived = head + 1
     let_copies_follow()

@@ -92,7 +92,8 @@ def _one_launch(
     acc = out if state is None else state[0]
     heads, group = batch * nheads_q, nheads_q // segments[0].k.shape[2]
     items = -(-seqlen_q // c.BLOCK_Q) * heads
-    chunk = portable.heads_together(portable.key_bytes(segments), group, heads)
+    # Keys that are still coming come head by head, and so the items go.
+    chunk = group if c.WAITS else portable.heads_together(portable.key_bytes(segments), group, heads)
     work = torch.zeros(2, dtype=torch.int32, device=q.device)
     begins, ends, strides = host.intervals(segments)
     readys, lates, limit_ns = host.flags(segments)

@@ -168,7 +168,7 @@ def producer(q_desc, k_descs, v_descs, acc_desc, smems, bars, spans, redo, done,
                 c += 1
                 if count > 0:
                     if (CONFIG.WAITS >> s) & 1:
-                        dialect.wait_ready(readys[s], lates[s], limit_ns)
+                        dialect.wait_ready(readys[s], hk, lates[s], limit_ns)
                     _load_span(k_descs[s], v_descs[s], b, hk, (hi, lo, right, full, count), smems, bars, t, CONFIG)
                     t += count
             if CONFIG.CARRIED:

@@ -310,8 +310,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", type=_pair, default=(4, 2), metavar="Q/K", help="query and key heads (default 4/2)")
     parser.add_argument("--headdim", type=_pair, default=(64, 64), metavar="D/DV", help="head dimensions (default 64/64)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--transport", choices=CHOICES["transport"], default="auto")
     parser.add_argument("--schedule", choices=CHOICES["schedule"], default="auto")
+    parser.add_argument("--transport", choices=CHOICES["transport"], default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: GPUs where there are some")
     parser.add_argument("--seed", type=int, default=0)
     return parser

@@ -16,8 +16,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringflash.transport import symmetric
+from ringflash.transport.symmetric import Symmetric
+
 _LEFT = "ringflash/left"  # store keys: why a rank left a call without joining its exchange, and which ranks did
 MESSAGE_BYTES = 4096  # of what one rank tells the others: one size for all, or calls out of order would not even pair up
+MESH_NAMES = ("ring", "heads")  # of a mesh of two dimensions; any other is hardly meant so
 LEFT_TOGETHER = datetime.timedelta(seconds=2)  # in which ranks that made the same mistake have all said so
 
 
@@ -31,7 +35,7 @@ class Communicator:
 
     mesh: (size,), or the (ring, heads) of a 2-D DeviceMesh, whose places are counted row by row.
     groups holds a process group of the ring's own per device type, so that its traffic never mixes with the caller's.
-    hosts: the number of each rank's host, by host name; the first rank's is 0.
+    hosts: the number of each rank's host, by host name; the first rank's is 0. link: memory that the ranks' GPUs share, if so.
     calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode that the
     ring's first call agreed. left: why this rank did not join an exchange that the others may wait for.
     message_bytes: the size of a message of gather_bytes.
@@ -43,6 +47,7 @@ class Communicator:
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     hosts: tuple[int, ...] = ()
     mesh: tuple[int, ...] = ()
+    link: Symmetric | None = None
     calls: int = 0
     check: str = "first"
     left: str | None = None
@@ -194,8 +199,8 @@ def communicator(group: ProcessGroup | DeviceMesh | None = None) -> Communicator
     """The communicator of a group, made at the first call: all ranks of the group meet here.
 
     group: None is the default group, or a ring of size 1 where torch.distributed is not initialised. In a DeviceMesh the
-    rank is the place in the mesh, of two dimensions row by row. Raises TypeError or ValueError for anything else, or where this
-    process is no member.
+    rank is the place in the mesh: of one dimension, or of two named ("ring", "heads") row by row. Raises TypeError or
+    ValueError for anything else, or where this process is no member.
     """
     if group is None:
         if not dist.is_initialized():
@@ -217,7 +222,21 @@ def _made(members: _Members) -> Communicator:
     comm = Communicator(rank, len(ranks), ranks, _own_groups(parents, ranks), mesh=mesh)
     names = comm.gather_bytes(_host_name().encode())
     comm.hosts = tuple(map(list(dict.fromkeys(names)).index, names))
+    comm.link = _link(comm)
     return comm
+
+
+def _link(comm: Communicator) -> Symmetric | None:
+    """Shared memory of the ranks' GPUs, if every one of them can have it. A collective where there are GPUs."""
+    if "cuda" not in comm.groups or len(set(comm.hosts)) > 1:
+        return None
+    group, link, reason = comm.groups["cuda"], None, b""
+    timeout = _timeout(group, torch.device("cuda", torch.cuda.current_device())) or datetime.timedelta(minutes=10)
+    try:
+        link = symmetric.connect(group, comm.ranks, timeout_ms=int(timeout.total_seconds() * 1000))
+    except (RuntimeError, ImportError) as error:
+        reason = str(error).encode()[:200] or b"?"
+    return None if any(comm.gather_bytes(reason)) else link
 
 
 def _host_name() -> str:
@@ -239,10 +258,11 @@ def _warn_if_launched() -> None:
 def _membership(group: object) -> _Members:
     """Who the caller's group stands for."""
     if isinstance(group, DeviceMesh):
-        if group.ndim > 2:
+        names = tuple(group.mesh_dim_names or ())
+        if group.ndim > 1 and names != MESH_NAMES:
             raise ValueError(
-                f"group must be a DeviceMesh of one dimension, or of two, (ring, heads): it has {group.ndim} dimensions; "
-                "take one with mesh['name'], or two with mesh['name', 'name']"
+                f"group must be a DeviceMesh of one dimension, or of two named {MESH_NAMES}, whose rows then share heads: "
+                f"it has {group.ndim} dimensions {f'named {names}' if names else 'without names'}; take one with mesh['name']"
             )
         ranks, mesh = tuple(group.mesh.flatten().tolist()), tuple(group.mesh.shape)
     elif isinstance(group, ProcessGroup):

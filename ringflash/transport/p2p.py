@@ -1,11 +1,12 @@
 """Point-to-point transport: every step's sends and receives in one batched launch, over NCCL or gloo."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Shapes
 from ringflash.transport.communicator import Communicator, ExchangeError
 
 __all__ = ["P2P", "ExchangeError", "Pending"]
@@ -56,6 +57,25 @@ class P2P:
     def __init__(self, comm: Communicator, among: Sequence[int] | None = None) -> None:
         self._comm = comm
         self._ranks = comm.ranks if among is None else tuple(comm.ranks[place] for place in among)
+
+    def move(
+        self, hops: Hops, held: Mapping[int, Pair], partial: dict[int, Pair] | None, *, shapes: Shapes, outer: bool = False
+    ) -> Moving:
+        """K and V, and in backward dK and dV, in one batch; see exchange."""
+        blocks = {block: shapes.empty(block) for block, _ in hops.recvs}
+        sends = [(x, to) for block, to in hops.sends for x in held[block]]
+        recvs = [(x, source) for block, source in hops.recvs for x in blocks[block]]
+        grads: list[tuple[int, Pair]] = []
+        if partial is not None:
+            grads = [(block, shapes.empty(block, torch.float32)) for block, _ in hops.grad_recvs]
+            sends += [(x, to) for block, to in hops.grad_sends for x in partial.pop(block)]
+            recvs += [(x, source) for (_, source), (_, pair) in zip(hops.grad_recvs, grads, strict=True) for x in pair]
+        pending = self.exchange(sends, recvs, outer=outer) if sends or recvs else Nothing()
+        return Moving(blocks, grads, pending, {})
+
+    def room(self, block: int, shapes: Shapes) -> Pair:
+        """New memory."""
+        return shapes.empty(block, torch.float32)
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], *, outer: bool = False

@@ -1,0 +1,122 @@
+"""What "auto" takes: transports by what each needs of a call, in the order in which they are preferred."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ringflash.options import Options
+from ringflash.schedules import Hosts
+from ringflash.transport.blocks import Shapes
+
+
+class Facts(NamedTuple):
+    """What the choice depends on, the same on every rank.
+
+    device: type of the tensors. shares_memory: the ranks' GPUs read each other's memory. buffer_bytes: what a rank keeps to
+    gather all keys and their gradients. heads: how many ranks exchange sequence for heads (1: none do); rings are of the
+    others.
+    """
+
+    size: int
+    hosts: Hosts
+    device: str
+    shares_memory: bool
+    buffer_bytes: int
+    heads: int = 1
+
+    @classmethod
+    def of(
+        cls, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, hosts: Hosts, shares_memory: bool, heads: int = 1
+    ) -> "Facts":
+        """For this rank's k and v, where lengths are those of all ranks' blocks."""
+        return cls(len(lengths), hosts, k.device.type, shares_memory, Shapes(k, v, lengths).buffer_bytes, heads)
+
+
+class Route(NamedTuple):
+    """A transport, the schedule to ask the plan for, why the transport, and how many ranks exchange sequence for heads."""
+
+    transport: str
+    schedule: str
+    why: str
+    heads: int
+
+
+class _Need(NamedTuple):
+    """What a transport needs, and what to say where it is missing."""
+
+    holds: Callable[[Options, Facts], bool]
+    missing: Callable[[Options, Facts], str]
+
+
+_GATHERS = _Need(
+    lambda options, facts: options.schedule in ("auto", "gather"),
+    lambda options, facts: f"gathers all keys, so that schedule must be 'auto' or 'gather': schedule={options.schedule!r}",
+)
+_ONE_RING = _Need(
+    lambda options, facts: facts.heads == 1,
+    lambda options, facts: f"needs one ring of all ranks: the mesh is {facts.size // facts.heads} x {facts.heads}",
+)
+NEEDS: dict[str, tuple[_Need, ...]] = {
+    "nvlink": (
+        _ONE_RING,
+        _Need(lambda o, f: f.device == "cuda", lambda o, f: f"needs GPUs: the tensors are on a {f.device}"),
+        _Need(
+            lambda o, f: f.shares_memory,
+            lambda o, f: "needs one host whose GPUs read each other's memory (NVLink or PCIe peers)",
+        ),
+        _Need(
+            lambda o, f: f.buffer_bytes <= o.max_buffer_bytes,
+            lambda o, f: f"would keep {f.buffer_bytes} bytes of buffers: max_buffer_bytes={o.max_buffer_bytes}",
+        ),
+        _GATHERS,
+    ),
+    "p2p": (
+        _Need(
+            lambda o, f: o.schedule != "gather",
+            lambda o, f: "keeps two blocks and does not gather: schedule='gather' goes with transport 'nvlink' or 'allgather'",
+        ),
+    ),
+    "allgather": (
+        _ONE_RING,
+        _Need(
+            lambda o, f: f.buffer_bytes <= o.max_buffer_bytes,
+            lambda o, f: f"would keep {f.buffer_bytes} bytes of buffers: max_buffer_bytes={o.max_buffer_bytes}",
+        ),
+        _GATHERS,
+    ),
+    "ulysses": (
+        _Need(
+            lambda o, f: o.schedule == "auto",
+            lambda o, f: f"passes no blocks from rank to rank, so that schedule must be 'auto': schedule={o.schedule!r}",
+        ),
+    ),
+}
+PREFERRED = {"nvlink": "one launch, keys pulled by copy engines", "p2p": "keeps two blocks in flight"}
+
+
+def route(options: Options, facts: Facts) -> Route:
+    """The transport and schedule of a call. Raises NotImplementedError where the transport asked for cannot run."""
+    if facts.size == 1:
+        return Route("none", options.schedule, "one rank", 1)
+    if options.transport != "auto":
+        reason = why_not(options.transport, options, facts)
+        if reason is not None:
+            raise NotImplementedError(f"transport={options.transport!r} {reason}; use transport='auto'")
+        return _route(options.transport, "asked for", options, facts)
+    missing = {name: why_not(name, options, facts) for name in PREFERRED}
+    for name, reason in missing.items():
+        if reason is None:
+            passed = [f"{other} {why}" for other, why in missing.items() if why is not None]
+            return _route(name, "; ".join([PREFERRED[name], *passed]), options, facts)
+    reasons = "; ".join(f"transport {name!r} {reason}" for name, reason in missing.items())
+    raise NotImplementedError(f"{reasons}; use schedule='auto'")
+
+
+def why_not(transport: str, options: Options, facts: Facts) -> str | None:
+    """Why a transport cannot serve a call; None where it can."""
+    return next((need.missing(options, facts) for need in NEEDS[transport] if not need.holds(options, facts)), None)
+
+
+def _route(transport: str, why: str, options: Options, facts: Facts) -> Route:
+    return Route(transport, "gather" if _GATHERS in NEEDS[transport] else options.schedule, why, facts.heads)

@@ -1,0 +1,141 @@
+"""What a ring asks of a transport: blocks and their float32 gradients, moved as one rank's part of a step says."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]  # (k, v) of a block, or its (dk, dv)
+Hop = tuple[int, int]  # (block, other rank)
+
+
+class Hops(NamedTuple):
+    """One rank's part of transfers that set out and land together.
+
+    moves, grad_moves: some rank sends or receives K and V, or dK and dV, so that all ranks take part in what a transport does
+    together.
+    """
+
+    sends: tuple[Hop, ...]
+    recvs: tuple[Hop, ...]
+    grad_sends: tuple[Hop, ...]
+    grad_recvs: tuple[Hop, ...]
+    moves: bool = False
+    grad_moves: bool = False
+
+
+class Shapes(NamedTuple):
+    """This rank's k and v (batch, seqlen_k, nheads_k, headdim | headdim_v), and how many tokens each rank's block has."""
+
+    k: Tensor
+    v: Tensor
+    lengths: tuple[int, ...]
+
+    def empty(self, block: int, dtype: torch.dtype | None = None) -> Pair:
+        """Room for a block's K and V, or in float32 for its dK and dV."""
+        k, v = (x.new_empty(size, dtype=dtype) for x, size in zip((self.k, self.v), self._sizes(block), strict=True))
+        return k, v
+
+    @property
+    def elements(self) -> int:
+        """Of the longest block's K and V."""
+        return max(map(self.elements_of, range(len(self.lengths))))
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the longest block's K and V, rounded up for alignment."""
+        return _round_up(self.elements * self.k.element_size())
+
+    @property
+    def grads_bytes(self) -> int:
+        """Of the longest block's float32 dK and dV, rounded up for alignment."""
+        return _round_up(self.elements * 4)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What a rank keeps that gathers: two published blocks, the others' blocks, the partial dK and dV made for them, and
+        those that others made for its own.
+        """
+        return 2 * self.block_bytes + (len(self.lengths) - 1) * (self.block_bytes + 2 * self.grads_bytes)
+
+    def elements_of(self, block: int) -> int:
+        """Of a block's K and V."""
+        return sum(map(math.prod, self._sizes(block)))
+
+    def pair(self, memory: Tensor, block: int) -> Pair:
+        """K and V, or dK and dV, of a block as contiguous views of a vector, one behind the other."""
+        sizes = self._sizes(block)
+        counts = [math.prod(size) for size in sizes]
+        k, v = (x.view(size) for x, size in zip(memory[: sum(counts)].split(counts), sizes, strict=True))
+        return k, v
+
+    def _sizes(self, block: int) -> list[tuple[int, ...]]:
+        return [(x.shape[0], self.lengths[block], *x.shape[2:]) for x in (self.k, self.v)]
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // 256) * 256
+
+
+class Ready(NamedTuple):
+    """ready int32 (1,): how many key heads of a block have arrived. late int32 (1,): set by a kernel that gave up waiting."""
+
+    ready: Tensor
+    late: Tensor
+
+
+class Shared(NamedTuple):
+    """uint8 memory that all ranks can read: this rank's, and each rank's as seen from here."""
+
+    mine: Tensor
+    of: list[Tensor]
+
+
+class Pending(Protocol):
+    """The end of transfers."""
+
+    def wait(self) -> None:
+        """What was sent may be overwritten and what was received be used by work launched after this."""
+        ...
+
+
+class Nothing:
+    """No transfers."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Moving(NamedTuple):
+    """Transfers under way: the blocks and partial dK/dV that arrive, and their end.
+
+    ready: of blocks whose heads are counted in as they arrive. Blocks of an early step that have none are there already.
+    """
+
+    blocks: dict[int, Pair]
+    grads: list[tuple[int, Pair]]
+    pending: Pending
+    ready: Mapping[int, Ready]
+
+
+class Transport(Protocol):
+    """What moves blocks between the ranks of a ring."""
+
+    def move(
+        self, hops: Hops, held: Mapping[int, Pair], partial: dict[int, Pair] | None, /, *, shapes: Shapes, outer: bool = False
+    ) -> Moving:
+        """Start all transfers of a step: blocks out of `held`, and in backward dK and dV out of `partial`, which loses them.
+
+        outer: they go between hosts and are waited for later than transfers that start after them.
+        """
+        ...
+
+    def room(self, block: int, shapes: Shapes, /) -> Pair:
+        """Where the partial float32 dK and dV of another rank's block are made, contiguous, before they move."""
+        ...
+
+    def abandon(self, error: BaseException, /) -> None:
+        """Leave word for the other ranks that this one will not join their exchange."""
+        ...

@@ -1,0 +1,229 @@
+"""NVLink transport: copy engines pull other ranks' blocks, and one launch attends them while they arrive.
+
+A rank publishes its block by copying it, key head by key head, to memory that the others can read; all meet; then each has its
+copy engines pull what it needs, on a stream of their own, in pieces of few heads that grow, and counts the heads of each piece
+in by a word that the stream writes behind it. The kernel waits for a head's word where it first needs that head.
+
+The invariant that keeps a waiting kernel from waiting for ever: when it is launched, all that it waits for has been published,
+since the meeting lies before it on its stream, and every copy and every word behind one has been enqueued, by stream operations
+that need no multiprocessor and wait for the meeting alone. So nothing that comes after the kernel, on any stream, in any order
+in which launches are made one after the other, can be what it waits for. `move` returns only then.
+
+Gradients go home the other way: each rank makes the partial dK and dV of other ranks' blocks in memory that they can read, all
+meet, and the owners pull them and add them up in the order of ranks.
+
+A published block may be overwritten once all have pulled it. Two take turns, so that the next call's meeting, which comes after
+the end of each rank's pulling on its stream, says so; in a captured graph, whose replays use the same one each time, a second
+meeting ends the call.
+"""
+
+import math
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Ready, Shapes, Shared
+from ringflash.transport.communicator import Communicator, ExchangeError
+
+LEAST_PIECE = 2 << 20  # bytes: below this a copy is mostly latency
+_BLOCKS, _GRADS, _END = range(3)  # meetings that may be under way at the same time
+
+
+class Link(Protocol):
+    """What the transport needs of the machine (transport/symmetric.py has the real one)."""
+
+    def shared(self, nbytes: int, /) -> Shared:
+        """Make memory of that size on every rank. All ranks call it together; what it replaces is no longer in use."""
+        ...
+
+    def meet(self, channel: int, /) -> None:
+        """On the current stream: go on when all ranks have come to this point of theirs."""
+        ...
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside, the current stream is the transfers' own, which goes on from here."""
+        ...
+
+    def rejoin(self) -> None:
+        """The current stream goes on when the transfers' own is done."""
+        ...
+
+    def count(self, arrived: Tensor, block: int, heads: int, /) -> None:
+        """On the current stream: arrived[block] = heads."""
+        ...
+
+    def late(self, size: int, /) -> Tensor:
+        """int32 (size,) zeros that both the host and kernels can write."""
+        ...
+
+    @property
+    def captured(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        ...
+
+
+def pieces(nheads: int, bytes_per_head: int) -> list[tuple[int, int]]:
+    """[begin, end) of the key heads that are copied together: of LEAST_PIECE bytes at first, then as many as came before."""
+    found, begin = [], 0
+    while begin < nheads:
+        end = min(nheads, max(2 * begin, begin + -(-LEAST_PIECE // max(bytes_per_head, 1))))
+        found.append((begin, end))
+        begin = end
+    return found
+
+
+class NVLink:
+    """Blocks and gradients by copy engines over memory that all ranks share; its buffers serve all calls of a communicator."""
+
+    def __init__(self, comm: Communicator, link: Link) -> None:
+        self._comm, self._link = comm, link
+        self._published: list[Shared] = []
+        self._partials: Shared | None = None
+        self._gathered = self._home = torch.empty(0)
+        self._sizes = {"block": 0, "grads": 0}
+        self._calls = 0
+        self._arrived = torch.empty(0)
+        self._late = link.late(comm.size)
+
+    def move(
+        self, hops: Hops, held: Mapping[int, Pair], partial: dict[int, Pair] | None, *, shapes: Shapes, outer: bool = False
+    ) -> Moving:
+        """Bring blocks, whose heads are counted in, or take dK and dV home. Raises ExchangeError where a kernel of an earlier
+        call gave up waiting for a block, and RuntimeError where a graph's capture would have to make buffers.
+        """
+        assert not outer
+        self._tell_late()
+        if hops.moves:
+            self._make_room(shapes, grads=partial is not None)
+            return self._bring(hops, held, shapes)
+        if hops.grad_moves and partial is not None:
+            return self._take_home(hops, partial, shapes)
+        return Moving({}, [], Nothing(), {})
+
+    def room(self, block: int, shapes: Shapes) -> Pair:
+        """Where the block's owner will find this rank's partial dK and dV."""
+        assert self._partials is not None
+        return shapes.pair(self._slot(self._partials.mine, block, self._comm.rank).view(torch.float32), block)
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave the reason; the others' meeting ends in the group's timeout."""
+        self._comm.leave_word(error)
+
+    def _bring(self, hops: Hops, held: Mapping[int, Pair], shapes: Shapes) -> Moving:
+        """Publish the own block, and have the others' copied."""
+        own, published = self._comm.rank, self._published[self._calls % 2]
+        self._calls += 1
+        for into, x in zip(_pair(_by_head(published.mine, shapes, own), shapes, own), held[own], strict=True):
+            into.copy_(x)
+        self._arrived.zero_()
+        self._link.meet(_BLOCKS)
+        here = {block: _by_head(self._slot(self._gathered, block, own), shapes, block) for block, _ in hops.recvs}
+        there = {block: _by_head(published.of[block], shapes, block) for block in here}
+        with self._link.aside():
+            for begin, end in pieces(shapes.k.shape[2], self._sizes["block"] // max(shapes.k.shape[2], 1)):
+                for block, into in here.items():
+                    into[begin:end].copy_(there[block][begin:end])
+                    self._link.count(self._arrived, block, end)
+        blocks = {block: _pair(heads, shapes, block) for block, heads in here.items()}
+        ready = {block: Ready(self._arrived[block : block + 1], self._late[block : block + 1]) for block in here}
+        return Moving(blocks, [], _Joining(self._link), ready)
+
+    def _take_home(self, hops: Hops, partial: dict[int, Pair], shapes: Shapes) -> Moving:
+        """Have copied what other ranks made for the own block, when all have made theirs."""
+        assert self._partials is not None
+        for block, _ in hops.grad_sends:
+            del partial[block]
+        grads: list[tuple[int, Pair]] = []
+        with self._link.aside():
+            self._link.meet(_GRADS)
+            for block, rank in hops.grad_recvs:
+                home = self._slot(self._home, rank, block).view(torch.float32)
+                there = self._slot(self._partials.of[rank], block, rank).view(torch.float32)
+                home[: shapes.elements_of(block)].copy_(there[: shapes.elements_of(block)])
+                grads.append((block, shapes.pair(home, block)))
+        return Moving({}, grads, _Joining(self._link), {})
+
+    def _slot(self, memory: Tensor, other: int, rank: int) -> Tensor:
+        """The part of `rank`'s memory that belongs to another rank: in equal parts, by distance."""
+        parts = self._comm.size - 1
+        each = memory.numel() // parts
+        return memory[((rank - other) % self._comm.size - 1) * each :][:each]
+
+    def _make_room(self, shapes: Shapes, *, grads: bool) -> None:
+        """Buffers for the longest block; all ranks, which agree on the shapes, make them in the same call."""
+        sizes = {"block": shapes.block_bytes, "grads": shapes.grads_bytes}
+        if sizes["block"] > self._sizes["block"]:
+            self._published = [self._shared(sizes["block"]) for _ in range(2)]
+            self._gathered = self._local(sizes["block"] * (self._comm.size - 1))
+            with torch.inference_mode(False):
+                self._arrived = torch.zeros(self._comm.size, dtype=torch.int32, device=shapes.k.device)
+            self._sizes["block"] = sizes["block"]
+        if grads and sizes["grads"] > self._sizes["grads"]:
+            self._partials = self._shared(sizes["grads"] * (self._comm.size - 1))
+            self._home = self._local(sizes["grads"] * (self._comm.size - 1))
+            self._sizes["grads"] = sizes["grads"]
+
+    def _shared(self, nbytes: int) -> Shared:
+        if self._link.captured:
+            raise RuntimeError(
+                "transport='nvlink' cannot make its buffers while a CUDA graph is captured: run forward and backward once "
+                "with these shapes before the capture"
+            )
+        with torch.inference_mode(False):
+            return self._link.shared(nbytes)
+
+    def _local(self, nbytes: int) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._published[0].mine.device)
+
+    def _tell_late(self) -> None:
+        late = self._late.nonzero().flatten().tolist()
+        if late:
+            self._late.zero_()
+            blocks = ", ".join(map(str, late))
+            raise ExchangeError(f"an earlier call's result is wrong: keys of rank {blocks} had not arrived after 20 s")
+
+
+def _by_head(memory: Tensor, shapes: Shapes, block: int) -> Tensor:
+    """(nheads_k, elements) of a block in memory: head by head, the V of each behind its K."""
+    batch, _, nheads, headdim = shapes.k.shape
+    elements = batch * shapes.lengths[block] * (headdim + shapes.v.shape[3])
+    return memory[: nheads * elements * shapes.k.element_size()].view(shapes.k.dtype).view(nheads, elements)
+
+
+def _pair(heads: Tensor, shapes: Shapes, block: int) -> Pair:
+    """k and v (batch, tokens, nheads_k, headdim | headdim_v) of a block that lies head by head."""
+    rows = shapes.k.shape[0], shapes.lengths[block]
+    widths = shapes.k.shape[3], shapes.v.shape[3]
+    parts = heads.split([math.prod(rows) * width for width in widths], 1)
+    k, v = (x.unflatten(1, (*rows, width)).permute(1, 2, 0, 3) for x, width in zip(parts, widths, strict=True))
+    return k, v
+
+
+class _Joining:
+    """The end of what the transfers' own stream was given so far."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def wait(self) -> None:
+        """Later work on the current stream comes behind the transfers."""
+        self._link.rejoin()
+        if self._link.captured:
+            self._link.meet(_END)
+
+
+# Of each communicator that has a link: the transport with its buffers.
+_known: "weakref.WeakKeyDictionary[Communicator, NVLink]" = weakref.WeakKeyDictionary()
+
+
+def nvlink(comm: Communicator) -> NVLink:
+    """The NVLink transport of a communicator whose ranks share memory."""
+    if comm not in _known:
+        assert comm.link is not None
+        _known[comm] = NVLink(comm, comm.link)
+    return _known[comm]

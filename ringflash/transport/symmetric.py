@@ -1,0 +1,83 @@
+"""Memory that the GPUs of one host share over NVLink (torch symmetric memory), and the stream operations that go with it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ringflash.transport.blocks import Shared
+
+
+def connect(group: ProcessGroup, ranks: Sequence[int], *, timeout_ms: int) -> "Symmetric":
+    """The link of a group's ranks, tried out."""
+    link = Symmetric(group, ranks, timeout_ms=timeout_ms)
+    link.meet(0)
+    torch.cuda.synchronize()
+    return link
+
+
+class Symmetric:
+    """The link of a group's ranks, in the order `ranks` (global ranks). A collective; raises RuntimeError where they have none.
+
+    timeout_ms: a meeting that takes longer ends this process's use of the GPU with an error, instead of never.
+    """
+
+    def __init__(self, group: ProcessGroup, ranks: Sequence[int], *, timeout_ms: int) -> None:
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed import _symmetric_memory
+
+        self._memory, self._write, self._group, self._timeout_ms = _symmetric_memory, _SymmetricMemory, group, timeout_ms
+        self._places = [dist.get_process_group_ranks(group).index(rank) for rank in ranks]
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._handles: list[object] = []
+        self._meeting = self._rendezvous(self._room(1024))
+
+    def shared(self, nbytes: int) -> Shared:
+        """Make memory of that size on every rank, once nothing runs any more that could use what it replaces."""
+        torch.cuda.synchronize()
+        dist.barrier(self._group)
+        torch.cuda.synchronize()
+        mine = self._room(nbytes)
+        handle = self._rendezvous(mine)
+        return Shared(mine, [handle.get_buffer(place, (nbytes,), torch.uint8) for place in self._places])
+
+    def meet(self, channel: int) -> None:
+        """On the current stream: go on when all ranks have come to this point of theirs."""
+        self._meeting.barrier(channel, self._timeout_ms)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, the current stream is the transfers' own, which goes on from here."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def rejoin(self) -> None:
+        """The current stream goes on when the transfers' own is done."""
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def count(self, arrived: Tensor, block: int, heads: int) -> None:
+        """On the current stream: arrived[block] = heads, behind what came before."""
+        self._write.stream_write_value32(arrived.view(torch.uint32), block, heads)
+
+    def late(self, size: int) -> Tensor:
+        """int32 (size,) zeros in pinned memory."""
+        return torch.zeros(size, dtype=torch.int32).pin_memory()
+
+    @property
+    def captured(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def _room(self, nbytes: int) -> Tensor:
+        return self._memory.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _rendezvous(self, memory: Tensor) -> Any:
+        handle = self._memory.rendezvous(memory, self._group.group_name)
+        self._handles.append(handle)
+        return handle

@@ -1,0 +1,76 @@
+"""Which transport a call gets: the first that can serve it, why others cannot, and what is refused in words."""
+
+import re
+
+import pytest
+import torch
+
+import ringflash as rf
+from ringflash.auto import NEEDS, PREFERRED, Facts, Route, route
+from ringflash.options import CHOICES
+
+FACTS = Facts(size=4, hosts=(0, 0, 0, 0), device="cuda", shares_memory=True, buffer_bytes=1000)
+MESH = FACTS._replace(heads=2)
+
+
+def test_every_transport_has_its_needs() -> None:
+    assert {"auto", *NEEDS} == set(CHOICES["transport"])
+    assert set(PREFERRED) <= set(NEEDS)
+
+
+def test_one_rank_moves_nothing() -> None:
+    for transport in CHOICES["transport"]:
+        found = route(rf.Options(transport=transport, schedule="rotate"), FACTS._replace(size=1, device="cpu"))
+        assert found == Route("none", "rotate", "one rank", 1)
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "transport", "why"),
+    [
+        (FACTS, rf.Options(), "nvlink", "one launch, keys pulled by copy engines"),
+        (FACTS._replace(device="cpu"), rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs GPUs: the tensors"),
+        (FACTS._replace(shares_memory=False), rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs one host whose"),
+        (FACTS, rf.Options(max_buffer_bytes=999), "p2p", "keeps two blocks in flight; nvlink would keep 1000 bytes"),
+        (FACTS, rf.Options(schedule="rotate"), "p2p", "keeps two blocks in flight; nvlink gathers all keys, so that schedule"),
+        (MESH, rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs one ring of all ranks: the mesh is 2 x 2"),
+        (FACTS, rf.Options(transport="allgather"), "allgather", "asked for"),
+        (FACTS._replace(heads=4), rf.Options(transport="ulysses"), "ulysses", "asked for"),
+    ],
+)
+def test_the_first_that_can(facts: Facts, options: rf.Options, transport: str, why: str) -> None:
+    found = route(options, facts)
+    assert (found.transport, found.heads) == (transport, facts.heads)
+    assert found.why.startswith(why)
+    assert found.schedule == ("gather" if transport in ("nvlink", "allgather") else options.schedule)
+
+
+@pytest.mark.parametrize(
+    ("facts", "how", "words"),
+    [
+        (FACTS._replace(device="cpu"), {"transport": "nvlink"}, "transport='nvlink' needs GPUs: the tensors are on a cpu; use"),
+        (FACTS, {"transport": "allgather", "max_buffer_bytes": 9}, "transport='allgather' would keep 1000 bytes of buffers"),
+        (FACTS, {"transport": "p2p", "schedule": "gather"}, "transport='p2p' keeps two blocks and does not gather"),
+        (
+            MESH,
+            {"transport": "nvlink"},
+            "transport='nvlink' needs one ring of all ranks: the mesh is 2 x 2; use transport='auto'",
+        ),
+        (MESH, {"transport": "allgather"}, "transport='allgather' needs one ring of all ranks: the mesh is 2 x 2; use"),
+        (
+            MESH,
+            {"schedule": "gather"},
+            "transport 'nvlink' needs one ring of all ranks: the mesh is 2 x 2; transport 'p2p' keeps",
+        ),
+        (FACTS, {"transport": "ulysses", "schedule": "direct"}, "passes no blocks from rank to rank, so that schedule must be"),
+    ],
+)
+def test_refusals(facts: Facts, how: dict, words: str) -> None:
+    with pytest.raises(NotImplementedError, match=re.escape(words)):
+        route(rf.Options(**how), facts)
+
+
+def test_facts_count_what_a_rank_keeps() -> None:
+    k, v = torch.empty(2, 3, 2, 16), torch.empty(2, 3, 2, 8)
+    facts = Facts.of(k, v, (3, 5), hosts=(0, 0), shares_memory=False)
+    block = -(-2 * 5 * 2 * (16 + 8) * 4 // 256) * 256
+    assert facts == Facts(2, (0, 0), "cpu", False, 2 * block + block + 2 * block, 1)
