@@ -14,8 +14,8 @@ class Facts(NamedTuple):
     """What the choice depends on, the same on every rank.
 
     device: type of the tensors. shares_memory: the ranks' GPUs read each other's memory. buffer_bytes: what a rank keeps to
-    gather all keys and their gradients. heads: how many ranks exchange sequence for heads (1: none do); rings are of the
-    others.
+    gather all keys and their gradients. heads: how many ranks exchange sequence for heads, if any;
+    a ring then has size / heads ranks.
     """
 
     size: int
