@@ -48,10 +48,11 @@ class Turn(NamedTuple):
 
 
 class Course(NamedTuple):
-    """One pass over a plan: its steps, and each rank's own part of every step."""
+    """One pass over a plan: its steps, each rank's own part of every step, and whether a rank sends its block in any."""
 
     steps: tuple[Step, ...]
     turns: tuple[tuple[Turn, ...], ...]
+    sends: tuple[bool, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,11 +164,14 @@ class _Exchange(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _exchange(schedule: str, needs: Needs, hosts: Hosts) -> _Exchange:
     found = chosen(schedule, needs, hosts)
-    forward = Course(found.forward, _turns(found.forward, len(needs)))
-    same = found.backward is found.forward
-    return _Exchange(
-        found.name, found.why, forward, forward if same else Course(found.backward, _turns(found.backward, len(needs)))
-    )
+    forward = _course(found.forward, len(needs))
+    backward = forward if found.backward is found.forward else _course(found.backward, len(needs))
+    return _Exchange(found.name, found.why, forward, backward)
+
+
+def _course(steps: tuple[Step, ...], size: int) -> Course:
+    turns = _turns(steps, size)
+    return Course(steps, turns, tuple(any(turn.departing.sends for turn in mine) for mine in turns))
 
 
 def make_plan(

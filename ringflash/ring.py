@@ -5,7 +5,7 @@ Nothing here knows how a plan was made, what a tile runs on or what a transport 
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringflash.plan import Plan, Turn
+from ringflash.plan import Course, Plan, Turn
 from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Shapes, Transport
 
 
@@ -63,7 +63,7 @@ class Ring:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries over the keys of all ranks."""
         turns = self.plan.forward.turns[self.rank]
-        here = self._start(turns, k, v)
+        here = self._start(self.plan.forward, k, v)
         state: tuple[Tensor, ...] | None = None
         for turn in turns:
             moving = here.post(turn)
@@ -81,7 +81,7 @@ class Ring:
         while the other ranks' come home: one float32 block less is held meanwhile.
         """
         turns, own = self.plan.backward.turns[self.rank], (self.rank,)
-        here = self._start(turns, k, v, partial={})
+        here = self._start(self.plan.backward, k, v, partial={})
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         (first, *_, closing) = turns * 2
         apart = first is not closing and first.attend == own and not self.tile.fused_backward
@@ -95,10 +95,9 @@ class Ring:
             here.land(moving, turn)
         return dq, here.grads[self.rank]
 
-    def _start(self, turns: Sequence[Turn], k: Tensor, v: Tensor, partial: dict[int, Pair] | None = None) -> "_Held":
+    def _start(self, course: Course, k: Tensor, v: Tensor, partial: dict[int, Pair] | None = None) -> "_Held":
         """The blocks this rank holds: its own, contiguous if it is to be sent."""
-        sent = any(turn.departing.sends for turn in turns)
-        own = (k.contiguous(), v.contiguous()) if sent else (k, v)
+        own = (k.contiguous(), v.contiguous()) if course.sends[self.rank] else (k, v)
         return _Held(self.transport, self.rank, {self.rank: own}, partial, Shapes(*own, self.plan.kv_layout.lengths))
 
     def _segments(self, here: "_Held", moving: Moving, blocks: tuple[int, ...], q: Tensor) -> list[Any]:
