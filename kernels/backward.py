@@ -139,7 +139,7 @@ def _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, seqlen_q, first, last, l
 
 @triton.jit
 def _add(ptr, x, seqlen, nheads, b, h, first, BLOCK: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr):
-    """Add x [BLOCK, HEADDIM_PAD] into rows first ... of a contiguous float32 (batch, seqlen, nheads, headdim)."""
+    """Add float32 x [BLOCK, HEADDIM_PAD] into rows first ... of a contiguous (batch, seqlen, nheads, headdim)."""
     ptr += ((b * seqlen + first) * nheads + h) * HEADDIM
     rows, cols = tl.arange(0, BLOCK), tl.arange(0, HEADDIM_PAD)
     ptrs = ptr + (rows[:, None] * (nheads * HEADDIM) + cols[None, :])  # 32 bits are enough inside a block
@@ -280,14 +280,18 @@ def backward(
     dkv: Sequence[tuple[Tensor, Tensor]] | None,
     *,
     add: bool = True,
+    add_dq: bool = True,
 ) -> None:
     """Add the segments' contributions into float32 dq, and into float32 (dk, dv) per segment (README.md has the contract).
 
     dout in q's dtype (batch, seqlen_q, nheads_q, headdim_v); lse, delta float32 contiguous (batch, nheads_q, seqlen_q).
-    Where dq or dkv is None that kernel is not launched. add=False: dk and dv are overwritten.
+    Where dq or dkv is None that kernel is not launched. add=False: dk and dv are overwritten, and may be of k's and v's dtype.
+    add_dq=False: dq is overwritten.
     """
     if not add:
         clear(dkv)
+    if dq is not None and not add_dq:
+        dq.zero_()
     dout, q = portable.unit_stride(dout), portable.unit_stride(q)
     grads = [None] * len(segments) if dkv is None else dkv
     pairs = [pair for pair in zip(segments, grads, strict=True) if pair[0].k.shape[1]]

@@ -76,7 +76,7 @@ class TileLike(Protocol):
 
     @property
     def backward(self) -> Callable[..., None]:
-        """(dout, q, segments, lse, delta, scale, dq, dkv, add=): adds into dq and dkv, of which one may be None."""
+        """(dout, q, segments, lse, delta, scale, dq, dkv, add=, add_dq=): into dq and dkv, of which one may be None."""
         ...
 
     @property
@@ -115,27 +115,36 @@ class Ring:
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Pair]:
         """float32 dq and (dk, dv) of this rank's tokens: the gradient of the sum over ranks of their local losses.
 
+        dk and dv are float32 where other ranks' parts were added to them, of k's and v's dtype otherwise: rounded once anyway.
         A tile that makes dQ and dK/dV apart makes the own block's dQ first, while the first keys arrive, and its dK/dV last,
         while the other ranks' come home: one float32 block less is held meanwhile.
         """
         held, partial, flying = self._own(k, v), {}, deque[_Moving]()
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         turns = self.plan.turns[self.rank]
+        first = next(turn for turn in turns if turn.attend is not None)  # the own block is always attended
         closing, apart = turns[-1], len(turns) > 1 and not self.tile.fused_backward
         add = functools.partial(self._add_gradients, (dout, q, lse, delta), held)
         for turn in turns:
             moving = self._post(turn, held, partial, flying)
             if turn.attend == self.rank:
-                add(self.rank, dq, None if apart else partial)
+                add(self.rank, dq, None if apart else partial, add_dq=turn is not first)
             elif turn.attend is not None:
-                add(turn.attend, dq, partial)
+                add(turn.attend, dq, partial, add_dq=turn is not first)
             if turn is closing and apart:
                 add(self.rank, None, partial)
             self._land(moving, turn, held, partial, flying)
         return dq, partial[self.rank]
 
     def _add_gradients(
-        self, rows: tuple[Tensor, ...], held: dict[int, Pair], block: int, dq: Tensor | None, partial: dict[int, Pair] | None
+        self,
+        rows: tuple[Tensor, ...],
+        held: dict[int, Pair],
+        block: int,
+        dq: Tensor | None,
+        partial: dict[int, Pair] | None,
+        *,
+        add_dq: bool = True,
     ) -> None:
         """Add what the rows and a held block give: into dq, and into the partial dK/dV of the block. None: not now."""
         dout, q, lse, delta = rows
@@ -143,9 +152,15 @@ class Ring:
         if partial is not None:
             add = block in partial
             if not add:
-                partial[block] = self._room_for(block, held, torch.float32)
+                partial[block] = self._room_for(block, held, torch.float32 if self._shares_gradients() else None)
             into = [partial[block]]
-        self.tile.backward(dout, q, [self._segment(held, block, q)], lse, delta, self.scale, dq, into, add=add)
+        segments = [self._segment(held, block, q)]
+        self.tile.backward(dout, q, segments, lse, delta, self.scale, dq, into, add=add, add_dq=add_dq)
+
+    def _shares_gradients(self) -> bool:
+        """Whether any dK/dV travel to or from this rank."""
+        turns = self.plan.turns[self.rank]
+        return any(hops.grad_sends or hops.grad_recvs for turn in turns for hops in (turn.hops, *turn.outer))
 
     def _own(self, k: Tensor, v: Tensor) -> dict[int, Pair]:
         """The blocks this rank holds: its own, contiguous if it is to be sent."""
