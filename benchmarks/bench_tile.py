@@ -6,8 +6,8 @@
     python benchmarks/bench_tile.py --generators [--cases causal-8192]         optimistic against exact softmax, by input
 
 what: "forward"; "backward", all that a gradient takes of inputs and outputs in 16 bits, as a ring of one does it: delta, a new
-float32 dQ, the kernels, the rounding; "carried", the forward from a state to a state; "alone", the kernels only. kernels: "auto",
-"hopper", "triton", "hopper-exact" (forward), "hopper-deterministic" (backward).
+float32 dQ, the kernels, the rounding; "carried", the forward from a state to a state; "alone", the backward's kernels only.
+kernels: "auto", "hopper", "triton", "hopper-exact" (forward), "hopper-deterministic" (backward).
 
 Lines go to benchmarks/results/bench_tile.jsonl as they are made, what matters most first. ratio: to the fastest peer of the
 same case and pass. tflops_of_blocks: by the pairs of the 128 x 128 blocks that hold a visible one. over_forward: a carried

@@ -196,12 +196,13 @@ def backward(
     if dq is not None and not add_dq:
         dq.zero_()
     for i, segment in enumerate(segments):
-        into = None if dkv is None else tuple([x.float() for x in dkv[i]])
+        into = None if dkv is None else (dkv[i][0].float(), dkv[i][1].float())
         for blk in _blocks(segment, q.shape[0]):
             _backward_block(dout, q, segment, (lse, delta), scale, (dq, into), blk)
-        for x, total in zip(dkv[i] if dkv is not None else (), into or (), strict=True):
-            if total is not x:  # rounded once
-                x.copy_(total)
+        if dkv is not None and into is not None:
+            for x, total in zip(dkv[i], into, strict=True):
+                if total is not x:  # rounded once
+                    x.copy_(total)
 
 
 def _backward_block(

@@ -181,9 +181,7 @@ def test_segments(kind: str, parts: int) -> None:
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("kind", ["full", "causal", "documents", "late"])
 @pytest.mark.parametrize("multiprocessors", [5, 132])
-def test_items_in_parts(
-    monkeypatch: pytest.MonkeyPatch, kind: str, headdim: int, rounded: bool, multiprocessors: int
-) -> None:
+def test_items_in_parts(monkeypatch: pytest.MonkeyPatch, kind: str, headdim: int, rounded: bool, multiprocessors: int) -> None:
     """All items are in parts where there are more multiprocessors than items, else the last ones."""
     monkeypatch.setattr(host, "multiprocessors", lambda device: multiprocessors)
     inputs = Inputs(kind, 2100, 1500, headdims=(headdim, headdim), nheads=(8, 1), parts=2)

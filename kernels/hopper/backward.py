@@ -179,9 +179,9 @@ def backward(
 
     dout, q (batch, seqlen_q, nheads_q, headdim), segments' k, v (batch, seqlen_k, nheads_k, headdim): bfloat16 or float16,
     headdim 64 or 128. lse, delta float32 (batch, nheads_q, seqlen_q). dq, dk, dv of the shapes of q, k, v: float32, contiguous.
-    add=False: dk and dv are stored instead, zeros where no row sees the key, and may be of k's dtype. add_dq=False: dq likewise.
-    deterministic: dq too is the same to the bit every time, since its parts are added in one order. Where dq or dkv is None the
-    portable kernels make the other alone.
+    add=False: dk and dv are stored instead, zeros where no row sees the key, and may be of k's dtype. add_dq=False: dq
+    is stored. deterministic: dq too is the same to the bit every time, since its parts are added in one order. Where dq
+    or dkv is None the portable kernels make the other alone.
     """
     if dq is None or dkv is None:
         return plain.backward(dout, q, segments, lse, delta, scale, dq, dkv, add=add, add_dq=add_dq)
@@ -205,11 +205,12 @@ def _one_launch(dout: Tensor, q: Tensor, segments: Sequence[Segment], stats: tup
                 dkv: Sequence[tuple[Tensor, Tensor]], constants: config.Backward, adds: tuple[bool, bool]) -> None:  # fmt: skip
     batch, _, nheads_q, headdim = q.shape
     nheads_k = segments[0].k.shape[2]
+    group = nheads_q // nheads_k
     waits, flags = host.waits(segments), host.flags(segments)
     c, known = config.of_launch(constants, SEGMENTS=len(segments), WAITS=waits != 0)
     key_blocks = sum(-(-segment.k.shape[1] // BLOCK_K) for segment in segments)
     heads = batch * nheads_k
-    row_bytes = q.shape[1] * (nheads_q // nheads_k) * headdim * 2 * q.element_size()
+    row_bytes = q.shape[1] * group * headdim * 2 * q.element_size()
     chunk = portable.heads_together(row_bytes, 1, heads, cache=CACHE_BYTES)
     views = host.key_views(segments, rows=BLOCK_K, headdim=headdim, headdim_v=headdim)
     with portable.guard(q.device):
@@ -219,18 +220,17 @@ def _one_launch(dout: Tensor, q: Tensor, segments: Sequence[Segment], stats: tup
         turns = _turns(segments, records, (batch * nheads_q, q.shape[1]), c) if c.DETERMINISTIC else counter
         dks, dvs = tuple([dk for dk, _ in dkv]), tuple([dv for _, dv in dkv])
         wave = host.multiprocessors(q.device)
-        cuts = _cuts(key_blocks * heads, wave, -(-q.shape[1] // c.BLOCK_Q) * (nheads_q // nheads_k), c)
-        sums = torch.empty(cuts[0] * cuts[1] * 2 * BLOCK_K * headdim, dtype=torch.float32, device=q.device)
+        cut, parts, share = _cuts(key_blocks * heads, wave, -(-q.shape[1] // c.BLOCK_Q) * group, c)
+        sums = torch.empty(cut * parts * 2 * BLOCK_K * headdim, dtype=torch.float32, device=q.device)
         args = (
             host.describe(q, c.BLOCK_Q, headdim), host.describe(dout, c.BLOCK_Q, headdim), host.describe(dq, 64, 64), rows,
             spans, *views, dks, dvs, counter, records, turns, sums, scale * LOG2E, scale,
-            key_blocks, heads, chunk, nheads_k, nheads_q // nheads_k, key_blocks if records.shape[0] > key_blocks else 0,
-            wave, *cuts, flags[2], int(adds[0]), known,
+            key_blocks, heads, chunk, nheads_k, group, key_blocks if records.shape[0] > key_blocks else 0,
+            wave, cut, parts, share, flags[2], int(adds[0]), known,
         )  # fmt: skip
+        key = (c, q.dtype, *[x.dtype for x in (*dks, *dvs)])
         pointers = (*dks, *dvs, counter, records, turns, sums)
-        _launcher(
-            key_blocks * heads + cuts[0] * (cuts[1] - 1), args, key=(c, q.dtype, *[x.dtype for x in pointers]), pointers=pointers
-        )
+        _launcher(key_blocks * heads + cut * (parts - 1), args, key=key, pointers=pointers)
 
 
 # What a program costs before its first and behind its last tile, in tiles; how few tiles are worth that.
@@ -241,19 +241,22 @@ _OVERHEAD, _LEAST = 3, 16
 def _cuts(items: int, wave: int, longest: int, c: config.Backward) -> tuple[int, int, int]:
     """(how many items, the last, are cut, into how many parts, what share of 1024 the first part is).
 
-    Items are of `longest` tiles at most; `wave` programs run at a time. Where items are few all are cut, since some may be twice
-    as long as the mean (causal). Else the last, incomplete wave is, so that the multiprocessors it leaves idle make all second
-    parts in the time of a first: `rounds` of them each. Ordered dQ waits for items taken before, all of them: nothing is cut.
+    Items are of `longest` tiles at most; `wave` programs run at a time. Where items are few all are cut, since some may be
+    twice as long as the mean (causal). Else the last, incomplete wave is, so that the multiprocessors it leaves idle make all
+    second parts in the time of a first: `rounds` of them each. Ordered dQ waits for all items before: nothing is cut.
     """
-    parts, spare = min(2 * wave // items, longest // _LEAST, 8), -items % wave
-    if c.DETERMINISTIC or spare == 0:
-        return 0, 1, 1024
-    if 2 * wave // items >= 2:
-        return (items, parts, 1024 // parts) if parts >= 2 else (0, 1, 1024)
-    tail = wave - spare
+    whole = 0, 1, 1024
+    if c.DETERMINISTIC:
+        return whole
+    if items <= wave:
+        parts = min(2 if 2 * items > wave else 8, longest // _LEAST)
+        return (items, parts, 1024 // parts) if parts >= 2 else whole
+    tail, spare = items % wave, -items % wave
+    if tail == 0:
+        return whole
     rounds = -(-tail // spare)
     share = (rounds + (rounds - 1) * _OVERHEAD / longest) / (rounds + 1)
-    return (tail, 2, round(1024 * share)) if (1 - share) * longest >= _LEAST else (0, 1, 1024)
+    return (tail, 2, round(1024 * share)) if (1 - share) * longest >= _LEAST else whole
 
 
 def _prepared(
@@ -337,5 +340,6 @@ def _signature(c: config.Backward, dtype: torch.dtype, of_keys: torch.dtype) -> 
     signature |= dict.fromkeys(("dks", "dvs"), (gradient,) * c.SEGMENTS)
     signature |= {f"{name}_ptr": "*i32" for name in ("counter", "records", "turns")} | {"sums_ptr": "*fp32"}
     names = ("blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "wave", "cut", "parts", "share")
-    signature |= {"scale2": "fp32", "scale": "fp32"} | dict.fromkeys(names, "i32") | {"limit_ns": "i64", "add": "i32", "CONFIG": "constexpr"}
+    signature |= {"scale2": "fp32", "scale": "fp32"} | dict.fromkeys(names, "i32")
+    signature |= {"limit_ns": "i64", "add": "i32", "CONFIG": "constexpr"}
     return signature, {**constants, "CONFIG": config.Known(c)}

@@ -175,8 +175,9 @@ _NUMBERS = ["blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "w
 def kernel(q_desc, dout_desc, dq_desc, stats_desc, spans_desc, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4, v5, v6, v7,
            dks, dvs, counter_ptr, records_ptr, turns_ptr, sums_ptr, scale2, scale, blocks, heads, chunk, nheads_k, group,
            record_stride, wave, cut, parts, share, limit_ns, add, CONFIG: gl.constexpr):  # fmt: skip
-    """One item, or a part of it: see the module. `wave` programs at a time; of the blocks * heads (of keys, over the batch) items
-    the last `cut` are in `parts` (backward_copies). counter: items taken, 0; from 32 on, two for each that is cut, 0.
+    """One item, or a part of it: see the module. `wave` programs run at a time; of the blocks * heads items (blocks of keys,
+    heads over the batch) the last `cut` are in `parts` (backward_copies). counter, all 0: programs begun; from 32 on, two for
+    each item that is cut.
     """
     D: gl.constexpr = CONFIG.HEADDIM
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONFIG.STAGES, 1, CONFIG.BLOCK_Q, 1, D], q_desc.layout)
