@@ -231,8 +231,9 @@ def _delta_kernel(dout_ptr, dout_strides, out_ptr, out_strides, dlse_ptr, delta_
                   ALIGN: tl.constexpr, BLOCK_Q: tl.constexpr, HEADDIM_V: tl.constexpr,
                   HEADDIM_V_PAD: tl.constexpr):  # fmt: skip
     seqlen_q, nheads_q = blocks.size32(sizes[0]), blocks.size32(sizes[1])
-    row_blocks = tl.cdiv(seqlen_q, BLOCK_Q)
-    first, head = tl.program_id(0) % row_blocks * BLOCK_Q, tl.program_id(0) // row_blocks
+    # Heads innermost: programs of one time read whole rows of memory.
+    heads = tl.num_programs(0) // tl.cdiv(seqlen_q, BLOCK_Q)
+    first, head = tl.program_id(0) // heads * BLOCK_Q, tl.program_id(0) % heads
     b, h = (head // nheads_q).to(tl.int64), head % nheads_q
     rows = first + tl.arange(0, BLOCK_Q)
     valid = rows < seqlen_q

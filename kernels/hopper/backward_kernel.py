@@ -138,8 +138,8 @@ def _walk(record, dk, dv, smems, bars, scale2, scale, group, WG: gl.constexpr, C
 
 
 @gluon.jit
-def _consumer(WG: gl.constexpr, smems, bars, dks, dvs, parts, nheads_k, group, scale2, scale, add, CONFIG: gl.constexpr):
-    """One warpgroup: dK and dV of 64 keys, half of dQ. parts: where items' parts meet, and how many items are cut."""
+def _consumer(WG: gl.constexpr, smems, bars, dks, dvs, meeting, nheads_k, group, scale2, scale, add, CONFIG: gl.constexpr):
+    """One warpgroup: dK and dV of 64 keys, half of dQ. meeting: what parts of items leave where, and how many items are cut."""
     q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, record = smems
     kv_full, full, told = bars
     LD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.HEADDIM, 16])
@@ -156,7 +156,7 @@ def _consumer(WG: gl.constexpr, smems, bars, dks, dvs, parts, nheads_k, group, s
         dk, dv = _walk(record, dk, dv, smems, bars, scale2, scale, group, WG, CONFIG)
     if not CONFIG.FOLD:
         dk = dk * scale
-    sums_ptr, done_ptr, cut = parts
+    sums_ptr, done_ptr, cut = meeting
     if dialect.word(record, PARTS) > 1:
         if _leave(record, dk, dv, sums_ptr, done_ptr, cut, WG, CONFIG.HEADDIM):
             _put_sum(record, dks, 0, sums_ptr, cut, nheads_k, add, WG, CONFIG)
