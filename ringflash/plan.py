@@ -48,11 +48,14 @@ class Turn(NamedTuple):
 
 
 class Course(NamedTuple):
-    """One pass over a plan: its steps, each rank's own part of every step, and whether a rank sends its block in any."""
+    """One pass over a plan: its steps, each rank's own part of every step, and whether a rank sends its block in any of them
+    and sends or receives dK and dV.
+    """
 
     steps: tuple[Step, ...]
     turns: tuple[tuple[Turn, ...], ...]
     sends: tuple[bool, ...]
+    shares: tuple[bool, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +174,9 @@ def _exchange(schedule: str, needs: Needs, hosts: Hosts) -> _Exchange:
 
 def _course(steps: tuple[Step, ...], size: int) -> Course:
     turns = _turns(steps, size)
-    return Course(steps, turns, tuple(any(turn.departing.sends for turn in mine) for mine in turns))
+    hops = [[turn.departing for turn in mine] for mine in turns]
+    sends = tuple(any(x.sends for x in mine) for mine in hops)
+    return Course(steps, turns, sends, tuple(any(x.grad_sends or x.grad_recvs for x in mine) for mine in hops))
 
 
 def make_plan(

@@ -1,7 +1,7 @@
 """NVLink transport: copy engines pull other ranks' blocks, and one launch attends them while they arrive.
 
 A rank publishes its block by copying it, key head by key head, to memory that the others can read; all meet; then each has its
-copy engines pull what it needs, on a stream of their own, in pieces of few heads that grow, and counts the heads of each piece
+copy engines pull what it needs, on a stream of their own, first of a quarter of the heads, and counts the heads of each piece
 in by a word that the stream writes behind it. The kernel waits for a head's word where it first needs that head.
 
 The invariant that keeps a waiting kernel from waiting for ever: when it is launched, all that it waits for has been published,
@@ -68,13 +68,12 @@ class Link(Protocol):
 
 
 def pieces(nheads: int, bytes_per_head: int) -> list[tuple[int, int]]:
-    """[begin, end) of the key heads that are copied together: of LEAST_PIECE bytes at first, then thrice what came before."""
-    found, begin = [], 0
-    while begin < nheads:
-        end = min(nheads, max(4 * begin, begin + -(-LEAST_PIECE // max(bytes_per_head, 1))))
-        found.append((begin, end))
-        begin = end
-    return found
+    """[begin, end) of the key heads that are copied together: a quarter of them first (and LEAST_PIECE bytes), then the rest.
+
+    A kernel begins with its own block and with the first quarter of the heads; the rest arrives before it gets there.
+    """
+    first = min(nheads, max(-(-nheads // 4), -(-LEAST_PIECE // max(bytes_per_head, 1))))
+    return [(begin, end) for begin, end in ((0, first), (first, nheads)) if begin < end]
 
 
 class _Way(NamedTuple):
@@ -134,7 +133,7 @@ class NVLink:
             way = self._ways[key] = self._way(hops, shapes)
         self._calls += 1
         for into, x in zip(way.publish, own, strict=True):
-            into.copy_(x)
+            _copy(into, x)
         self._arrived.zero_()
         self._link.meet(_BLOCKS)
         with self._link.aside():
@@ -161,7 +160,7 @@ class NVLink:
         )
 
     def _take_home(self, hops: Hops, partial: dict[int, Pair], shapes: Shapes) -> Moving:
-        """Have copied what other ranks made for the own block, when all have made theirs."""
+        """Have copied what other ranks made for the own block,."""
         assert self._partials is not None
         for block, _ in hops.grad_sends:
             del partial[block]
@@ -233,6 +232,19 @@ def _pair(heads: Tensor, shapes: Shapes, block: int) -> Pair:
     parts = heads.split([math.prod(rows) * width for width in widths], 1)
     k, v = (x.unflatten(1, (*rows, width)).permute(1, 2, 0, 3) for x, width in zip(parts, widths, strict=True))
     return k, v
+
+
+def _copy(into: Tensor, x: Tensor) -> None:
+    """into.copy_(x), 16 bytes at a time where rows allow it: torch copies what lies in another order element by element."""
+    if all(y.shape[-1] * y.element_size() % 16 == 0 and _aligned(y) for y in (into, x)):
+        into, x = into.view(torch.complex128), x.view(torch.complex128)
+    into.copy_(x)
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    return x.stride(-1) == 1 and all(stride % unit == 0 for stride in (*x.stride()[:-1], x.storage_offset())) and x.numel() > 0
 
 
 class _Joining:
