@@ -5,9 +5,9 @@
     python benchmarks/bench_tile.py --check [--dtypes bfloat16,float16]        only the comparison with float64
     python benchmarks/bench_tile.py --generators [--cases causal-8192]         optimistic against exact softmax, by input
 
-what: "forward"; "backward", all that a gradient takes of inputs and outputs in 16 bits: delta, zeroed float32 gradients, the
-kernels, the rounding; "carried", the forward from a state to a state; "alone", the backward's kernels only. kernels: "auto",
-"hopper", "triton", "hopper-exact" (forward), "hopper-deterministic" (backward).
+what: "forward"; "backward", all that a gradient takes of inputs and outputs in 16 bits, as a ring of one does it: delta, a new
+float32 dQ, the kernels, the rounding; "carried", the forward from a state to a state; "alone", the backward's kernels only.
+kernels: "auto", "hopper", "triton", "hopper-exact" (forward), "hopper-deterministic" (backward).
 
 Lines go to benchmarks/results/bench_tile.jsonl as they are made, what matters most first. ratio: to the fastest peer of the
 same case and pass. tflops_of_blocks: by the pairs of the 128 x 128 blocks that hold a visible one. over_forward: a carried
@@ -76,19 +76,20 @@ def ours(case: cases.Case, tensors: tuple[Tensor, ...], kernel: str, expected: T
         state[0] = tile.forward(q, segments, scale, state[0], False)
 
     yield Timed(by, "carried", carry, False, difference)
-    into = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
-    delta = tile.delta(dout, out)
+    into, delta = torch.zeros(q.shape, device="cuda"), tile.delta(dout, out)
 
-    def backward(delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        tile.backward(dout, q, segments, lse, delta, scale, dq, [(dk, dv)])
+    def backward(delta: Tensor, dq: Tensor, add_dq: bool) -> tuple[Tensor, Tensor]:
+        dkv = torch.empty_like(k), torch.empty_like(v)
+        tile.backward(dout, q, segments, lse, delta, scale, dq, [dkv], add=False, add_dq=add_dq)
+        return dkv
 
-    def differentiate() -> list[Tensor]:
-        grads = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
-        backward(tile.delta(dout, out), *grads)
-        return [x.to(q.dtype) for x in grads]
+    def differentiate() -> tuple[Tensor, ...]:
+        dq = torch.empty(q.shape, device="cuda")
+        dkv = backward(tile.delta(dout, out), dq, False)
+        return dq.to(q.dtype), *dkv
 
     yield Timed(by, "backward", differentiate, False, difference)
-    yield Timed(by, "alone", lambda: backward(delta, *into), False, difference)
+    yield Timed(by, "alone", lambda: backward(delta, into, True), False, difference)
 
 
 def theirs(case: cases.Case, tensors: tuple[Tensor, ...], name: str, expected: Tensor) -> Iterator[Timed]:

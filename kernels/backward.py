@@ -139,7 +139,7 @@ def _dkv_step(k_blk, v_blk, q, q_at, dout, dout_at, m0, seqlen_q, first, last, l
 
 @triton.jit
 def _add(ptr, x, seqlen, nheads, b, h, first, BLOCK: tl.constexpr, HEADDIM: tl.constexpr, HEADDIM_PAD: tl.constexpr):
-    """Add x [BLOCK, HEADDIM_PAD] into rows first ... of a contiguous float32 (batch, seqlen, nheads, headdim)."""
+    """Add float32 x [BLOCK, HEADDIM_PAD] into rows first ... of a contiguous (batch, seqlen, nheads, headdim)."""
     ptr += ((b * seqlen + first) * nheads + h) * HEADDIM
     rows, cols = tl.arange(0, BLOCK), tl.arange(0, HEADDIM_PAD)
     ptrs = ptr + (rows[:, None] * (nheads * HEADDIM) + cols[None, :])  # 32 bits are enough inside a block
@@ -231,8 +231,9 @@ def _delta_kernel(dout_ptr, dout_strides, out_ptr, out_strides, dlse_ptr, delta_
                   ALIGN: tl.constexpr, BLOCK_Q: tl.constexpr, HEADDIM_V: tl.constexpr,
                   HEADDIM_V_PAD: tl.constexpr):  # fmt: skip
     seqlen_q, nheads_q = blocks.size32(sizes[0]), blocks.size32(sizes[1])
-    row_blocks = tl.cdiv(seqlen_q, BLOCK_Q)
-    first, head = tl.program_id(0) % row_blocks * BLOCK_Q, tl.program_id(0) // row_blocks
+    # Heads innermost: programs of one time read whole rows of memory.
+    heads = tl.num_programs(0) // tl.cdiv(seqlen_q, BLOCK_Q)
+    first, head = tl.program_id(0) // heads * BLOCK_Q, tl.program_id(0) % heads
     b, h = (head // nheads_q).to(tl.int64), head % nheads_q
     rows = first + tl.arange(0, BLOCK_Q)
     valid = rows < seqlen_q
@@ -280,14 +281,18 @@ def backward(
     dkv: Sequence[tuple[Tensor, Tensor]] | None,
     *,
     add: bool = True,
+    add_dq: bool = True,
 ) -> None:
     """Add the segments' contributions into float32 dq, and into float32 (dk, dv) per segment (README.md has the contract).
 
     dout in q's dtype (batch, seqlen_q, nheads_q, headdim_v); lse, delta float32 contiguous (batch, nheads_q, seqlen_q).
-    Where dq or dkv is None that kernel is not launched. add=False: dk and dv are overwritten.
+    Where dq or dkv is None that kernel is not launched. add=False: dk and dv are overwritten, and may be of k's and v's dtype.
+    add_dq=False: dq is overwritten.
     """
     if not add:
         clear(dkv)
+    if dq is not None and not add_dq:
+        dq.zero_()
     dout, q = portable.unit_stride(dout), portable.unit_stride(q)
     grads = [None] * len(segments) if dkv is None else dkv
     pairs = [pair for pair in zip(segments, grads, strict=True) if pair[0].k.shape[1]]

@@ -186,16 +186,24 @@ def backward(
     dkv: Sequence[tuple[Tensor, Tensor]] | None,
     *,
     add: bool = True,
+    add_dq: bool = True,
 ) -> None:
     """Add the segments' contributions into float32 dq, and into float32 (dk, dv) per segment; None: not wanted now.
 
-    add=False: dk and dv are overwritten.
+    add=False: dk and dv are overwritten, and may be of any dtype. add_dq=False: dq is overwritten.
     """
     if not add:
         clear(dkv)
+    if dq is not None and not add_dq:
+        dq.zero_()
     for i, segment in enumerate(segments):
+        into = None if dkv is None else (dkv[i][0].float(), dkv[i][1].float())
         for blk in _blocks(segment, q.shape[0]):
-            _backward_block(dout, q, segment, (lse, delta), scale, (dq, dkv[i] if dkv is not None else None), blk)
+            _backward_block(dout, q, segment, (lse, delta), scale, (dq, into), blk)
+        if dkv is not None and into is not None:
+            for x, total in zip(dkv[i], into, strict=True):
+                if total is not x:  # rounded once
+                    x.copy_(total)
 
 
 def _backward_block(

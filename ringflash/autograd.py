@@ -1,5 +1,7 @@
 """The one autograd.Function: attention over a ring or over heads, and its gradient the same way."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -14,7 +16,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: Ring | Heads) -> tuple[Tensor, Tensor]:
         """Attend and keep what backward needs: inputs, out and lse."""
-        with ring.running(), torch.autocast(q.device.type, enabled=False):
+        with ring.running(), _as_they_are(q):
             out, lse = ring.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring = ring  # pyright: ignore[reportAttributeAccessIssue]
@@ -28,7 +30,7 @@ class Attention(torch.autograd.Function):
             ctx.ring.before_backward()
         # Even if neither reached this rank the other ranks need it: the exchange must not depend on one rank's data.
         q, k, v, out, lse = ctx.saved_tensors
-        with ctx.ring.running(), torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with ctx.ring.running(), torch.no_grad(), _as_they_are(q):
             rows = torch.zeros_like(out) if dout is None else _last_dim_contiguous(dout)
             delta = ctx.ring.tile.delta(rows, out, dlse)
             dq, (dk, dv) = ctx.ring.backward(rows, q, k, v, lse, delta)
@@ -51,6 +53,12 @@ class _Once(torch.autograd.Function):
             "ring_attention is not differentiable twice: its gradients were themselves differentiated (create_graph=True); "
             "use an attention that is for double backward, on one device"
         )
+
+
+def _as_they_are(x: Tensor) -> AbstractContextManager[object]:
+    """Inside, no tensor is cast; entering autocast costs as much as a launch, so only where it is on."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:

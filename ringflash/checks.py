@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -147,6 +147,21 @@ def scale(value: object, headdim: int) -> float:
     if isinstance(value, bool) or not isinstance(value, float | int) or not abs(value) <= MAX_SCALE:
         raise ValueError(f"scale must be a finite number of at most {MAX_SCALE:g}: scale={value!r:.120}")
     return float(value)
+
+
+def likeness(qkv: tuple[Tensor, Tensor, Tensor], given: Given) -> Hashable | None:
+    """What decides all that a call is prepared from and checked for; None where calls are not to be compared."""
+    if not all(type(x) in (Tensor, torch.nn.Parameter) for x in qkv):
+        return None
+    kind = qkv[0].device.type
+    if kind == "meta" or torch.is_autocast_enabled(kind):
+        return None
+    try:
+        key = (given, type(given.scale), *((x.shape, x.dtype, x.device, x.layout) for x in qkv))
+        hash(key)
+    except TypeError:  # an argument of the wrong type
+        return None
+    return key
 
 
 def kinds(given: Given) -> tuple[Layout | str, Layout | str | None, Mask, Options]:

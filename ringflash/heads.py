@@ -135,22 +135,23 @@ class Heads:
         every, queries, keys = self._split(q, k)
         stats = torch.stack((lse, delta), -1).transpose(1, 2)  # (batch, seqlen_q, nheads_q, 2)
         whole = self._to_heads([(queries, dout), (queries, q), (queries, stats), (keys, k), (keys, v)])
-        dq, dk, dv = self._gradients(every[self.rank], *whole)
-        if are_shared(every, k.shape[2]):
+        shared = are_shared(every, k.shape[2])
+        dq, dk, dv = self._gradients(every[self.rank], *whole, parts=shared)
+        if shared:
             dqs, dks, dvs = self._to_tokens([(queries, dq.to(q.dtype)), (keys, dk), (keys, dv)])
             return _beside(dqs), (_added(dks, keys.heads, k), _added(dvs, keys.heads, v))
         dqs, dks, dvs = self._to_tokens([(queries, dq.to(q.dtype)), (keys, dk.to(k.dtype)), (keys, dv.to(v.dtype))])
         return _beside(dqs), (_beside(dks), _beside(dvs))
 
     def _gradients(
-        self, share: Share, dout: Tensor, q: Tensor, stats: Tensor, k: Tensor, v: Tensor
+        self, share: Share, dout: Tensor, q: Tensor, stats: Tensor, k: Tensor, v: Tensor, *, parts: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """float32 dq, dk, dv of this rank's heads."""
+        """dq, dk, dv of this rank's heads; dk and dv in float32 where they are `parts` of sums over ranks."""
         if not share.q:
             dq, dk, dv = (x.float() for x in (q, k, v))
             return dq, dk, dv
         lse, delta = (x.transpose(1, 2).contiguous() for x in stats.unbind(-1))
-        dq, (dk, dv) = self.inner.backward(dout, q, share.repeated(k), share.repeated(v), lse, delta)
+        dq, (dk, dv) = self.inner.backward(dout, q, share.repeated(k), share.repeated(v), lse, delta, parts=parts)
         return dq, share.summed(dk), share.summed(dv)
 
     def _split(self, q: Tensor, k: Tensor) -> tuple[tuple[Share, ...], _Side, _Side]:

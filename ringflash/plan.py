@@ -48,10 +48,14 @@ class Turn(NamedTuple):
 
 
 class Course(NamedTuple):
-    """One pass over a plan: its steps, and each rank's own part of every step."""
+    """One pass over a plan: its steps, each rank's own part of every step, and whether a rank sends its block in any of them
+    and sends or receives dK and dV.
+    """
 
     steps: tuple[Step, ...]
     turns: tuple[tuple[Turn, ...], ...]
+    sends: tuple[bool, ...]
+    shares: tuple[bool, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,11 +167,16 @@ class _Exchange(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _exchange(schedule: str, needs: Needs, hosts: Hosts) -> _Exchange:
     found = chosen(schedule, needs, hosts)
-    forward = Course(found.forward, _turns(found.forward, len(needs)))
-    same = found.backward is found.forward
-    return _Exchange(
-        found.name, found.why, forward, forward if same else Course(found.backward, _turns(found.backward, len(needs)))
-    )
+    forward = _course(found.forward, len(needs))
+    backward = forward if found.backward is found.forward else _course(found.backward, len(needs))
+    return _Exchange(found.name, found.why, forward, backward)
+
+
+def _course(steps: tuple[Step, ...], size: int) -> Course:
+    turns = _turns(steps, size)
+    hops = [[turn.departing for turn in mine] for mine in turns]
+    sends = tuple(any(x.sends for x in mine) for mine in hops)
+    return Course(steps, turns, sends, tuple(any(x.grad_sends or x.grad_recvs for x in mine) for mine in hops))
 
 
 def make_plan(

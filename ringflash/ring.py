@@ -5,7 +5,7 @@ Nothing here knows how a plan was made, what a tile runs on or what a transport 
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringflash.plan import Plan, Turn
+from ringflash.plan import Course, Plan, Turn
 from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Shapes, Transport
 
 
@@ -37,7 +37,7 @@ class TileLike(Protocol):
 
     @property
     def backward(self) -> Callable[..., None]:
-        """(dout, q, segments, lse, delta, scale, dq, dkv, add=): adds into dq and dkv, of which one may be None."""
+        """(dout, q, segments, lse, delta, scale, dq, dkv, add=, add_dq=): into dq and dkv, of which one may be None."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class Ring:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries over the keys of all ranks."""
         turns = self.plan.forward.turns[self.rank]
-        here = self._start(turns, k, v)
+        here = self._start(self.plan.forward, k, v)
         state: tuple[Tensor, ...] | None = None
         for turn in turns:
             moving = here.post(turn)
@@ -74,32 +74,39 @@ class Ring:
         out, lse = state  # finished in the last turn that attends
         return out, lse
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Pair]:
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, parts: bool = False
+    ) -> tuple[Tensor, Pair]:
         """float32 dq and (dk, dv) of this rank's tokens: the gradient of the sum over ranks of their local losses.
 
+        dk and dv are float32 where other ranks' parts were added to them, or where the caller will add to them (`parts`), of
+        k's and v's dtype otherwise: rounded once anyway.
         A tile that makes dQ and dK/dV apart makes the own block's dQ first, while the first keys arrive, and its dK/dV last,
         while the other ranks' come home: one float32 block less is held meanwhile.
         """
         turns, own = self.plan.backward.turns[self.rank], (self.rank,)
-        here = self._start(turns, k, v, partial={})
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        here = self._start(self.plan.backward, k, v, partial={}, parts=parts)
+        dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        started = next(turn for turn in turns if turn.attend)  # the own block is always attended
         (first, *_, closing) = turns * 2
         apart = first is not closing and first.attend == own and not self.tile.fused_backward
         add = functools.partial(self._add_gradients, (dout, q, lse, delta), here)
         for turn in turns:
             moving = here.post(turn)
             if turn.attend:
-                add(moving, turn.attend, dq, keys=not (apart and turn.attend == own))
+                add(moving, turn.attend, dq, keys=not (apart and turn.attend == own), add_dq=turn is not started)
             if apart and turn is closing:
                 add(moving, own, None)
             here.land(moving, turn)
         return dq, here.grads[self.rank]
 
-    def _start(self, turns: Sequence[Turn], k: Tensor, v: Tensor, partial: dict[int, Pair] | None = None) -> "_Held":
+    def _start(
+        self, course: Course, k: Tensor, v: Tensor, partial: dict[int, Pair] | None = None, *, parts: bool = False
+    ) -> "_Held":
         """The blocks this rank holds: its own, contiguous if it is to be sent."""
-        sent = any(turn.departing.sends for turn in turns)
-        own = (k.contiguous(), v.contiguous()) if sent else (k, v)
-        return _Held(self.transport, self.rank, {self.rank: own}, partial, Shapes(*own, self.plan.kv_layout.lengths))
+        own = (k.contiguous(), v.contiguous()) if course.sends[self.rank] else (k, v)
+        wide = torch.float32 if parts or course.shares[self.rank] else None
+        return _Held(self.transport, self.rank, {self.rank: own}, partial, Shapes(*own, self.plan.kv_layout.lengths), wide)
 
     def _segments(self, here: "_Held", moving: Moving, blocks: tuple[int, ...], q: Tensor) -> list[Any]:
         """Of blocks that are here, or that arrive meanwhile."""
@@ -115,12 +122,13 @@ class Ring:
         dq: Tensor | None,
         *,
         keys: bool = True,
+        add_dq: bool = True,
     ) -> None:
         """Add what the rows and some blocks give: into dq unless it is None, and with `keys` into the blocks' dK/dV."""
         dout, q, lse, delta = rows
         into, add = here.rooms(blocks) if keys else (None, True)
         segments = self._segments(here, moving, blocks, q)
-        self.tile.backward(dout, q, segments, lse, delta, self.scale, dq, into, add=add)
+        self.tile.backward(dout, q, segments, lse, delta, self.scale, dq, into, add=add, add_dq=add_dq)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -137,9 +145,16 @@ class _Held:
     """What a rank has of others during a pass: blocks, partial dK/dV (in backward), and transfers under way."""
 
     def __init__(
-        self, transport: Transport | None, rank: int, held: dict[int, Pair], partial: dict[int, Pair] | None, shapes: Shapes
+        self,
+        transport: Transport | None,
+        rank: int,
+        held: dict[int, Pair],
+        partial: dict[int, Pair] | None,
+        shapes: Shapes,
+        grads: torch.dtype | None,
     ) -> None:
         self._transport, self._rank, self._held, self._partial, self._shapes = transport, rank, held, partial, shapes
+        self._grads_dtype = grads  # of the own block; None: that of k and v
         self._flying = deque[Moving]()
 
     @property
@@ -158,7 +173,7 @@ class _Held:
         for block in blocks:
             if block not in self.grads:
                 away = self._transport if block != self._rank else None
-                self.grads[block] = away.room(block, self._shapes) if away else self._shapes.empty(block, torch.float32)
+                self.grads[block] = away.room(block, self._shapes) if away else self._shapes.empty(block, self._grads_dtype)
         return [self.grads[block] for block in blocks], add
 
     def post(self, turn: Turn) -> Moving:

@@ -260,9 +260,9 @@ class _ThreadLink:
     def rejoin(self) -> None:
         """Copies were made at once."""
 
-    def count(self, arrived: Tensor, block: int, heads: int) -> None:
-        assert arrived[block] < heads
-        arrived[block] = heads
+    def count(self, words: Tensor, block: int, heads: int) -> None:
+        assert words[block].item() < heads
+        words[block] = heads
 
     def late(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32)

@@ -104,20 +104,19 @@ class Inputs:
                 as_good(ours, theirs, exact, self.bound)
         return stats
 
-    def backward_is_exact(self, *, add: bool = True, **options: Any) -> None:
-        """Compare dq, dk, dv, added to what was there or stored over NaN."""
+    def backward_is_exact(self, *, add: bool = True, rounded: bool = False, **options: Any) -> None:
+        """Compare dq, dk, dv, added to what was there or stored over NaN; rounded: stored in 16 bits."""
         out, lse = plain_forward.forward(self.q, self.segments, self.scale)
         delta = plain_backward.delta(self.dout, out)
-        results = []
+        results, one = [], 1 if add else 0
         for run in (backward.backward, plain_backward.backward):
-            dq = torch.ones(self.q.shape, device="cuda")
-            fill = 1.0 if add else math.nan
-            dkv = [
-                (torch.full(s.k.shape, fill, device="cuda"), torch.full(s.v.shape, fill, device="cuda")) for s in self.segments
-            ]
+            fill = {"fill_value": 1.0 if add else math.nan, "device": "cuda"}
+            dtype = self.q.dtype if rounded else torch.float32
+            dq = torch.full(self.q.shape, **fill)
+            dkv = [(torch.full(s.k.shape, **fill).to(dtype), torch.full(s.v.shape, **fill).to(dtype)) for s in self.segments]
             more = options if run is backward.backward else {}
-            run(self.dout, self.q, self.segments, lse, delta, self.scale, dq, dkv, add=add, **more)
-            results.append((dq - 1, *(torch.cat(x, 1) - (1 if add else 0) for x in zip(*dkv, strict=True))))
+            run(self.dout, self.q, self.segments, lse, delta, self.scale, dq, dkv, add=add, add_dq=add, **more)
+            results.append((dq - one, *(torch.cat(x, 1) - one for x in zip(*dkv, strict=True))))
         for ours, theirs, exact in zip(*results, self.exact[2:], strict=True):
             as_good(ours, theirs, exact, self.bound)
 
@@ -176,6 +175,17 @@ def test_segments(kind: str, parts: int) -> None:
     inputs.forward_is_exact()
     inputs.backward_is_exact()
     inputs.backward_is_exact(add=False)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("kind", ["full", "causal", "documents", "late"])
+@pytest.mark.parametrize("multiprocessors", [5, 132])
+def test_items_in_parts(monkeypatch: pytest.MonkeyPatch, kind: str, headdim: int, rounded: bool, multiprocessors: int) -> None:
+    """All items are in parts where there are more multiprocessors than items, else the last ones."""
+    monkeypatch.setattr(host, "multiprocessors", lambda device: multiprocessors)
+    inputs = Inputs(kind, 2100, 1500, headdims=(headdim, headdim), nheads=(8, 1), parts=2)
+    inputs.backward_is_exact(add=not rounded, rounded=rounded)
 
 
 @pytest.mark.parametrize("sharp", [0.3, 1.5, 2.0, 4.0, 10.0, 40.0])
@@ -237,6 +247,22 @@ def test_deterministic_backward() -> None:
 
     first = dq()
     assert all(torch.equal(first, dq()) for _ in range(5))
+
+
+def test_gradients_of_keys_have_the_same_bits_where_items_are_in_parts() -> None:
+    inputs = Inputs("causal", 2048, 2048, nheads=(4, 1))
+    out, lse = forward.forward(inputs.q, inputs.segments, inputs.scale)
+    delta = plain_backward.delta(inputs.dout, out)
+
+    def dkv() -> tuple[Tensor, Tensor]:
+        dq, dk, dv = (torch.empty(x.shape, device="cuda") for x in (inputs.q, inputs.k, inputs.v))
+        backward.backward(inputs.dout, inputs.q, inputs.segments, lse, delta, inputs.scale, dq, [(dk, dv)], add=False,
+                          add_dq=False)  # fmt: skip
+        return dk, dv
+
+    first = dkv()
+    for _ in range(5):
+        assert all(torch.equal(x, y) for x, y in zip(first, dkv(), strict=True))
 
 
 def test_strides() -> None:

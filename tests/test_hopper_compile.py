@@ -41,7 +41,7 @@ SPILLS: dict[tuple[str, str, str], int] = {
     for dtype in ("bfloat16", "float16")
     for headdims, names in FORWARD.items()
     for name, spilled in names.items()
-} | {("3.6", "backward", f"{dtype} 64 deterministic"): 24 for dtype in ("bfloat16", "float16")}
+}
 
 CONFIGURATIONS = [(part, name) for part, module in PARTS.items() for name, *_ in module.sources()]
 # Every variant of what matters most, each head dim once, float16 once; the others with --full.

@@ -107,6 +107,24 @@ def test_gradients_of_keys_are_added_or_stored(tile):
 
 
 @interpreted
+@pytest.mark.parametrize("tile", [backward, reference])
+def test_gradients_of_keys_are_stored_in_16_bits_and_of_rows_stored(tile):
+    """Rounded once, from the same sums; keys in several blocks, and rows."""
+    case = random_case(600 if tile is reference else 70, (90, 30), batch=1, nheads=(2, 1))
+    out, lse = reference.forward(case.q, case.segments, case.scale)
+    delta = reference.delta(case.dout, out)
+    results = []
+    for dtype, add_dq in ((torch.float32, True), (torch.float16, False)):
+        dq = torch.full(case.q.shape, 0.0 if add_dq else torch.nan)
+        dkv = [(torch.full(s.k.shape, torch.nan).to(dtype), torch.full(s.v.shape, torch.nan).to(dtype)) for s in case.segments]
+        tile.backward(case.dout, case.q, case.segments, lse, delta, case.scale, dq, dkv, add=False, add_dq=add_dq)
+        results.append([dq, *(x for pair in dkv for x in pair)])
+    assert torch.equal(results[0][0], results[1][0])
+    for x, rounded in zip(results[0][1:], results[1][1:], strict=True):
+        assert torch.equal(x.half(), rounded)
+
+
+@interpreted
 def test_gradients_of_the_last_dimension_expanded():
     case = random_case(17, (20,), batch=1)
     dout = torch.ones(1).expand(case.dout.shape)

@@ -63,6 +63,19 @@ def test_ring_of_one_equals_oracle(pools: Pools, seqlen: int) -> None:
             assert oracle.rms(x, z) <= 16 * torch.finfo(torch.float32).eps * oracle.norm(z), case
 
 
+def test_gradients_that_nothing_is_added_to_are_rounded_by_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dK and dV of a ring of one are in the keys' dtype from the start: no float32 copy, no pass that rounds it."""
+    made, empty = [], Shapes.empty
+
+    def watch(self: Shapes, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        made.append(empty(self, *args))
+        return made[-1]
+
+    monkeypatch.setattr(Shapes, "empty", watch)
+    run_cases([Case(rf.Mask(causal=True), 33, dtype=torch.bfloat16)])
+    assert [x.dtype for pair in made for x in pair] == [torch.bfloat16] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("size", SIZES)
 def test_dtypes(pools: Pools, size: int, dtype: torch.dtype) -> None:

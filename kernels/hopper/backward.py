@@ -1,5 +1,6 @@
 """The Hopper backward tile: dQ, dK and dV of all segments in one launch, behind a small one that prepares its numbers."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,8 +26,10 @@ _launcher = host.Launcher(backward_kernel.kernel)
 # Heads are walked together while their queries and dO fit in so much; more than the cache, since programs walk the same rows.
 CACHE_BYTES = 64 << 20
 BLOCK_K = 128
-# Rows of statistics that a program of _prepare writes.
-_STRETCH = 2048
+# Rows of statistics that a program of _prepare writes, and numbers of a new dQ that one clears.
+_STRETCH, _CLEARED = 2048, 8192
+# Counters of a launch: of items, and from 32 on two for each item that is cut (fewer than there are multiprocessors).
+_COUNTERS = 1024
 
 
 @triton.jit
@@ -83,15 +86,18 @@ def _record(begin_ptr, end_ptr, record_ptr, spans_ptr, segment, n0, seqlen_k, se
 
 @triton.jit
 def _prepare(lse_ptr, delta_ptr, stats_ptr, begins, ends, strides, waits, readys, lates, seqlens_k, counter_ptr, records_ptr,
-             spans_ptr, sizes, factor, SEGMENTS: tl.constexpr, UNIT: tl.constexpr, BLOCK_Q: tl.constexpr,
-             BLOCK_K: tl.constexpr, STRETCH: tl.constexpr):  # fmt: skip
-    """Programs below `records` write a record each; the others a stretch of statistics. The first also clears the counter."""
+             spans_ptr, dq_ptr, sizes, factor, SEGMENTS: tl.constexpr, UNIT: tl.constexpr, BLOCK_Q: tl.constexpr,
+             BLOCK_K: tl.constexpr, STRETCH: tl.constexpr, CLEARED: tl.constexpr, COUNTERS: tl.constexpr):  # fmt: skip
+    """Programs below `records` write a record each, those below `others` a stretch of statistics, the rest clear dq.
+
+    The first also clears the counters.
+    """
     seqlen_q, padded, top = blocks.size32(sizes[0]), blocks.size32(sizes[1]), blocks.size32(sizes[2])
-    key_blocks, records = blocks.size32(sizes[3]), blocks.size32(sizes[4])
+    key_blocks, records, others = blocks.size32(sizes[3]), blocks.size32(sizes[4]), blocks.size32(sizes[5])
     pid = tl.program_id(0)
     if pid < records:
         if pid == 0:
-            tl.store(counter_ptr, 0)
+            tl.store(counter_ptr + tl.arange(0, COUNTERS), 0)
         b, block = pid // key_blocks, pid % key_blocks
         s = 0
         within = block
@@ -107,7 +113,7 @@ def _prepare(lse_ptr, delta_ptr, stats_ptr, begins, ends, strides, waits, readys
                 blocks.size32(blocks.pick(seqlens_k, s, SEGMENTS)), seqlen_q, top,
                 (blocks.size32(waits) >> s) & 1, blocks.pick(readys, s, SEGMENTS).to(tl.int64),
                 blocks.pick(lates, s, SEGMENTS).to(tl.int64), UNIT, BLOCK_Q, BLOCK_K)  # fmt: skip
-    else:
+    elif pid < others:
         stretches = tl.cdiv(padded, STRETCH)
         head = ((pid - records) // stretches).to(tl.int64)
         rows = (pid - records) % stretches * STRETCH + tl.arange(0, STRETCH)
@@ -117,6 +123,9 @@ def _prepare(lse_ptr, delta_ptr, stats_ptr, begins, ends, strides, waits, readys
         into = stats_ptr + head * 2 * padded + rows
         tl.store(into, lse * -_LOG2E, mask=rows < padded)
         tl.store(into + padded, delta * -factor, mask=rows < padded)
+    else:
+        at = (pid - others).to(tl.int64) * CLEARED + tl.arange(0, CLEARED)
+        tl.store(dq_ptr + at, tl.zeros([CLEARED], tl.float32), mask=at < blocks.size(sizes[6]) * 64)
 
 
 @triton.jit
@@ -163,19 +172,23 @@ def backward(
     dkv: Sequence[tuple[Tensor, Tensor]] | None,
     *,
     add: bool = True,
+    add_dq: bool = True,
     deterministic: bool = False,
 ) -> None:
     """Add the segments' contributions to dq and, per segment, to (dk, dv) (kernels/README.md has the contract).
 
     dout, q (batch, seqlen_q, nheads_q, headdim), segments' k, v (batch, seqlen_k, nheads_k, headdim): bfloat16 or float16,
     headdim 64 or 128. lse, delta float32 (batch, nheads_q, seqlen_q). dq, dk, dv of the shapes of q, k, v: float32, contiguous.
-    add=False: dk and dv are stored instead, zeros where no row sees the key. deterministic: dq too is the same to the bit
-    every time, since its parts are added in one order. Where dq or dkv is None the portable kernels make the other alone.
+    add=False: dk and dv are stored instead, zeros where no row sees the key, and may be of k's dtype. add_dq=False: dq
+    is stored. deterministic: dq too is the same to the bit every time, since its parts are added in one order. Where dq
+    or dkv is None the portable kernels make the other alone.
     """
     if dq is None or dkv is None:
-        return plain.backward(dout, q, segments, lse, delta, scale, dq, dkv, add=add)
+        return plain.backward(dout, q, segments, lse, delta, scale, dq, dkv, add=add, add_dq=add_dq)
     scale = float(scale)  # an integer would be compiled in
     pairs = [pair for pair in zip(segments, dkv, strict=True) if pair[0].k.numel()]
+    if not add_dq and not pairs:
+        dq.zero_()
     if q.numel() == 0:
         if not add:
             clear(dkv)
@@ -184,32 +197,66 @@ def backward(
     dout, q = host.loadable(dout), host.loadable(q)
     for i in range(0, len(pairs), portable.MAX_SEGMENTS):
         part, into = zip(*pairs[i : i + portable.MAX_SEGMENTS], strict=True)
-        _one_launch(dout, q, part, (lse, delta), scale, dq, into, constants, add)
+        _one_launch(dout, q, part, (lse, delta), scale, dq, into, constants, (add, add_dq or i > 0))
     return None
 
 
 def _one_launch(dout: Tensor, q: Tensor, segments: Sequence[Segment], stats: tuple[Tensor, Tensor], scale: float, dq: Tensor,
-                dkv: Sequence[tuple[Tensor, Tensor]], constants: config.Backward, add: bool) -> None:  # fmt: skip
+                dkv: Sequence[tuple[Tensor, Tensor]], constants: config.Backward, adds: tuple[bool, bool]) -> None:  # fmt: skip
     batch, _, nheads_q, headdim = q.shape
     nheads_k = segments[0].k.shape[2]
+    group = nheads_q // nheads_k
     waits, flags = host.waits(segments), host.flags(segments)
     c, known = config.of_launch(constants, SEGMENTS=len(segments), WAITS=waits != 0)
     key_blocks = sum(-(-segment.k.shape[1] // BLOCK_K) for segment in segments)
     heads = batch * nheads_k
-    row_bytes = q.shape[1] * (nheads_q // nheads_k) * headdim * 2 * q.element_size()
+    row_bytes = q.shape[1] * group * headdim * 2 * q.element_size()
     chunk = portable.heads_together(row_bytes, 1, heads, cache=CACHE_BYTES)
     views = host.key_views(segments, rows=BLOCK_K, headdim=headdim, headdim_v=headdim)
     with portable.guard(q.device):
-        rows, spans, records, counter = _prepared(segments, stats, (waits, *flags[:2]), key_blocks, scale if c.FOLD else 1.0, c)
+        rows, spans, records, counter = _prepared(
+            segments, stats, (waits, *flags[:2]), key_blocks, scale if c.FOLD else 1.0, c, None if adds[1] else dq
+        )
         turns = _turns(segments, records, (batch * nheads_q, q.shape[1]), c) if c.DETERMINISTIC else counter
         dks, dvs = tuple([dk for dk, _ in dkv]), tuple([dv for _, dv in dkv])
+        wave = host.multiprocessors(q.device)
+        cut, parts, share = _cuts(key_blocks * heads, wave, -(-q.shape[1] // c.BLOCK_Q) * group, c)
+        sums = torch.empty(cut * parts * 2 * BLOCK_K * headdim, dtype=torch.float32, device=q.device)
         args = (
             host.describe(q, c.BLOCK_Q, headdim), host.describe(dout, c.BLOCK_Q, headdim), host.describe(dq, 64, 64), rows,
-            spans, *views, dks, dvs, counter, records, turns, scale * LOG2E, scale,
-            key_blocks, heads, chunk, nheads_k, nheads_q // nheads_k, key_blocks if records.shape[0] > key_blocks else 0,
-            host.multiprocessors(q.device), flags[2], int(add), known,
+            spans, *views, dks, dvs, counter, records, turns, sums, scale * LOG2E, scale,
+            key_blocks, heads, chunk, nheads_k, group, key_blocks if records.shape[0] > key_blocks else 0,
+            wave, cut, parts, share, flags[2], int(adds[0]), known,
         )  # fmt: skip
-        _launcher(key_blocks * heads, args, key=(c, q.dtype), pointers=(*dks, *dvs, counter, records, turns))
+        key = (c, q.dtype, *[x.dtype for x in (*dks, *dvs)])
+        pointers = (*dks, *dvs, counter, records, turns, sums)
+        _launcher(key_blocks * heads + cut * (parts - 1), args, key=key, pointers=pointers)
+
+
+# What a program costs before its first and behind its last tile, in tiles; how few tiles are worth that.
+_OVERHEAD, _LEAST = 3, 16
+
+
+@functools.lru_cache(maxsize=256)
+def _cuts(items: int, wave: int, longest: int, c: config.Backward) -> tuple[int, int, int]:
+    """(how many items, the last, are cut, into how many parts, what share of 1024 the first part is).
+
+    Items are of `longest` tiles at most; `wave` programs run at a time. Where items are few all are cut, since some may be
+    twice as long as the mean (causal). Else the last, incomplete wave is, so that the multiprocessors it leaves idle make all
+    second parts in the time of a first: `rounds` of them each. Ordered dQ waits for all items before: nothing is cut.
+    """
+    whole = 0, 1, 1024
+    if c.DETERMINISTIC:
+        return whole
+    if items <= wave:
+        parts = min(2 if 2 * items > wave else 8, longest // _LEAST)
+        return (items, parts, 1024 // parts) if parts >= 2 else whole
+    tail, spare = items % wave, -items % wave
+    if tail == 0:
+        return whole
+    rounds = -(-tail // spare)
+    share = (rounds + (rounds - 1) * _OVERHEAD / longest) / (rounds + 1)
+    return (tail, 2, round(1024 * share)) if (1 - share) * longest >= _LEAST else whole
 
 
 def _prepared(
@@ -219,8 +266,9 @@ def _prepared(
     key_blocks: int,
     factor: float,
     c: config.Backward,
+    new_dq: Tensor | None,
 ) -> tuple[TensorDescriptor, TensorDescriptor, Tensor, Tensor]:
-    """Statistics and spans as descriptors, records (a row each), and the counter of items at 0, by one launch."""
+    """Statistics and spans as descriptors, records (a row each), the counters at 0, and new_dq at 0, by one launch."""
     (lse, delta), (waits, readys, lates) = stats, flags
     batch, nheads_q, seqlen_q = lse.shape
     begins, ends, strides = host.intervals(segments)
@@ -228,15 +276,17 @@ def _prepared(
     # A tile may begin at any row (statistics: at a multiple of 4) and is read whole.
     padded = -(-seqlen_q // 64) * 64 + c.BLOCK_Q
     stretches = batch * nheads_q * -(-padded // _STRETCH)
-    numbers = torch.empty(records * (32 + 2 * BLOCK_K) + 32, dtype=torch.int32, device=lse.device)
+    cleared = 0 if new_dq is None else -(-new_dq.numel() // _CLEARED)
+    numbers = torch.empty(records * (32 + 2 * BLOCK_K) + _COUNTERS, dtype=torch.int32, device=lse.device)
     rows = torch.empty(batch * nheads_q * 2 * padded, dtype=torch.float32, device=lse.device)
-    counter, table, spans = numbers[:1], numbers[32 : 32 + 32 * records], numbers[32 + 32 * records :]
-    _prepare[(records + stretches,)](  # pyright: ignore[reportIndexIssue]
+    counter, table, spans = numbers.split([_COUNTERS, 32 * records, 2 * BLOCK_K * records])
+    _prepare[(records + stretches + cleared,)](  # pyright: ignore[reportIndexIssue]
         lse, delta, rows, begins, ends, strides, portable.encode(waits)[0], readys, lates,
         portable.encode(*(segment.k.shape[1] for segment in segments)), counter, table, spans,
-        portable.encode(seqlen_q, padded, 1 << (seqlen_q.bit_length() - 1), key_blocks, records), factor,
+        rows if new_dq is None else new_dq, portable.encode(seqlen_q, padded, 1 << (seqlen_q.bit_length() - 1), key_blocks,
+        records, records + stretches, 0 if new_dq is None else new_dq.numel() // 64), factor,
         SEGMENTS=len(segments), UNIT=c.BLOCK_Q if c.DETERMINISTIC else 4, BLOCK_Q=c.BLOCK_Q, BLOCK_K=BLOCK_K,
-        STRETCH=_STRETCH, num_warps=4,
+        STRETCH=_STRETCH, CLEARED=_CLEARED, COUNTERS=_COUNTERS, num_warps=4,
     )  # fmt: skip
     return (
         TensorDescriptor(rows, [batch * nheads_q, 2, padded], [2 * padded, padded, 1], [1, 2, c.BLOCK_Q], _FLAT[3]),
@@ -265,16 +315,18 @@ _FLAT = {rank: gl.NVMMASharedLayout(0, 32, rank=rank) for rank in (2, 3)}
 def sources() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """(name, kernel, signature, constants, options) of every configuration, to be compiled without a GPU."""
     variants: dict[str, dict[str, Any]] = {"plain": {}, "three segments": {"SEGMENTS": 3, "WAITS": True}}
-    variants["deterministic"] = {"DETERMINISTIC": True}
+    variants |= {"deterministic": {"DETERMINISTIC": True}, "rounded": {}}
     for dtype in (torch.bfloat16, torch.float16):
         for headdim, constants in config.BACKWARD.items():
             for name, changes in variants.items():
                 c = replace(constants, FOLD=dtype == torch.bfloat16, **changes)
-                yield (f"{str(dtype)[6:]} {headdim} {name}", backward_kernel.kernel, *_signature(c, dtype), host.LAUNCH)
+                rounded = dtype if name == "rounded" else torch.float32
+                yield f"{str(dtype)[6:]} {headdim} {name}", backward_kernel.kernel, *_signature(c, dtype, rounded), host.LAUNCH
 
 
-def _signature(c: config.Backward, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(signature, constants) of the kernel compiled for c."""
+def _signature(c: config.Backward, dtype: torch.dtype, of_keys: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(signature, constants) of the kernel compiled for c; of_keys: dk's and dv's dtype."""
+    gradient = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[of_keys]
     rows, keys = host.descriptor_type(c.BLOCK_Q, c.HEADDIM, dtype), host.descriptor_type(BLOCK_K, c.HEADDIM, dtype)
     slots, constants = host.key_types(c.SEGMENTS, keys, keys)
     signature: dict[str, Any] = {
@@ -285,8 +337,9 @@ def _signature(c: config.Backward, dtype: torch.dtype) -> tuple[dict[str, Any], 
         "spans_desc": f"tensordesc<i32[1, {2 * BLOCK_K}],{_FLAT[2]!r}>",
     }
     signature |= slots
-    signature |= dict.fromkeys(("dks", "dvs"), ("*fp32",) * c.SEGMENTS)
-    signature |= {f"{name}_ptr": "*i32" for name in ("counter", "records", "turns")} | {"scale2": "fp32", "scale": "fp32"}
-    names = ("blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "wave")
-    signature |= dict.fromkeys(names, "i32") | {"limit_ns": "i64", "add": "i32", "CONFIG": "constexpr"}
+    signature |= dict.fromkeys(("dks", "dvs"), (gradient,) * c.SEGMENTS)
+    signature |= {f"{name}_ptr": "*i32" for name in ("counter", "records", "turns")} | {"sums_ptr": "*fp32"}
+    names = ("blocks", "heads", "chunk", "nheads_k", "group", "record_stride", "wave", "cut", "parts", "share")
+    signature |= {"scale2": "fp32", "scale": "fp32"} | dict.fromkeys(names, "i32")
+    signature |= {"limit_ns": "i64", "add": "i32", "CONFIG": "constexpr"}
     return signature, {**constants, "CONFIG": config.Known(c)}

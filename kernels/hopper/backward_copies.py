@@ -8,11 +8,15 @@ from ringflash.kernels.hopper import dialect
 
 # Words of a record. The host's: first row; edge tiles left of the full ones, edge tiles, tiles; rows of the full tiles; whether
 # a key of the block is seen by no row; segment, first key, keys of the segment; whether to wait for it, the addresses of its
-# flag and of the word that says late; backward._order's. The copy warp's: batch, key head, first full tile's row, the way on.
+# flag and of the word that says late; backward._order's. The copy warp's: batch, key head, first full tile's row, the way on;
+# the program's share of the item's tiles (of all heads): BEGIN ... STOP-1; in how many PARTS the item is, 0 where this is not
+# one of them; the part's place among all parts.
 LO, LEFT, EDGES, TILES, FULL_LO, FULL_HI, UNSEEN, SEGMENT, KEY, LENGTH, WAIT, READY, READY_HI, LATE, LATE_HI, ORDER = (
     gl.constexpr(i) for i in range(16)
 )
-BATCH, HEAD, FIRST, STEP = (gl.constexpr(i) for i in range(16, 20))
+BATCH, HEAD, FIRST, STEP, BEGIN, STOP, PARTS, PART = (gl.constexpr(i) for i in range(16, 24))
+# Items of fewer tiles than this are not cut.
+_SHORT = gl.constexpr(24)
 # Named barriers (Triton itself uses the first few): dQ is staged in place 0, 1; place 0, 1 is free, and dS there; rows 0, 1 are
 # free. An mbarrier's arrival costs a barrier of the warpgroup, and Triton puts another behind it.
 STAGED, FREE, READ = (gl.constexpr(i) for i in (6, 8, 10))
@@ -114,12 +118,31 @@ def _item_at(item, blocks, heads, chunk, nheads_k):
 
 
 @gluon.jit
-def _load_rows(descs, smems, full, i, b, row, h, nheads_q, CONFIG: gl.constexpr):
-    """Q, dO and statistics of the item's i-th tile, once its place is free."""
+def _part_at(program, items, cuts):
+    """(item, part): the last `cut` items are in parts, all first parts before all second ones."""
+    cut, parts, share = cuts
+    among = gl.maximum(program - (items - cut), 0)
+    width = gl.maximum(cut, 1)
+    return gl.where(program < items, program, items - cut + among % width), among // width
+
+
+@gluon.jit
+def _part_begin(part, parts, share, length):
+    """Where a part of `length` tiles begins: the first takes share / 1024 of them, the others the same. At a multiple of 4, so
+    that all rings of places begin at their first.
+    """
+    shares = share + (part - 1) * ((1024 - share) // gl.maximum(parts - 1, 1))
+    at = (length.to(gl.int64) * shares >> 10).to(gl.int32) // 4 * 4
+    return gl.where(part == 0, 0, gl.where(part >= parts, length, at))
+
+
+@gluon.jit
+def _load_rows(descs, smems, full, i, begin, b, row, h, nheads_q, CONFIG: gl.constexpr):
+    """Q, dO and statistics of the item's i-th tile, once its place is free; the first to be loaded is that of `begin`."""
     q_desc, dout_desc, stats_desc = descs
     q_smem, dout_smem, stats_smem = smems
     s, parity = place_of(i, CONFIG.STAGES)
-    if i >= CONFIG.STAGES:
+    if i >= begin + CONFIG.STAGES:
         named("bar.sync", READ + s, 288, 1)
     mbarrier.expect(full.index(s), 4 * CONFIG.BLOCK_Q * CONFIG.HEADDIM + 8 * CONFIG.BLOCK_Q)
     dialect.load(q_desc, [b, row, h, 0], full.index(s), q_smem.index(s))
@@ -146,17 +169,24 @@ def producer(descs, k_descs, v_descs, smems, bars, pointers, numbers, CONFIG: gl
     q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, record_smem = smems
     kv_full, full, told = bars
     counter_ptr, records_ptr = pointers
-    blocks, heads, chunk, nheads_k, group, record_stride, wave, limit_ns = numbers
+    blocks, heads, chunk, nheads_k, group, record_stride, wave, limit_ns, cuts = numbers
     word = gl.arange(0, 32, layout=dialect.WARP)
     # Not the program's number: an item may wait for those below it (dQ's order), which have been taken then.
-    item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    item, part = _part_at(gl.atomic_add(counter_ptr, 1, sem="relaxed"), blocks * heads, cuts)
     b, hk, block = _item_at(item, blocks, heads, chunk, nheads_k)
     record_at = b * record_stride + block
     record = gl.load(records_ptr + record_at.to(gl.int64) * 32 + word)
     full_lo = _lane(record, word, FULL_LO)
     full_hi = _lane(record, word, FULL_HI)
     first, step = _walk_of(full_lo, full_hi, dout_desc.shape[1].to(gl.int32), item // wave, CONFIG.BLOCK_Q)
+    cut, parts, share = cuts
+    length = _lane(record, word, TILES) * group
+    parts = gl.where((item >= blocks * heads - cut) & (length >= _SHORT), parts, 1)
+    begin, stop = _part_begin(part, parts, share, length), _part_begin(part + 1, parts, share, length)
     record = gl.where(word == BATCH, b, gl.where(word == HEAD, hk, record))
+    record = gl.where(word == BEGIN, begin, gl.where(word == STOP, stop, record))
+    record = gl.where(word == PARTS, gl.where(part < parts, parts, 0), record)
+    record = gl.where(word == PART, part * cut + item - (blocks * heads - cut), record)
     record_smem.store(gl.where(word == FIRST, first, gl.where(word == STEP, step, record)))
     mbarrier.arrive(told.index(0))
     lo = _lane(record, word, LO)
@@ -166,19 +196,19 @@ def producer(descs, k_descs, v_descs, smems, bars, pointers, numbers, CONFIG: gl
     s = _lane(record, word, SEGMENT)
     key = _lane(record, word, KEY)
     if CONFIG.WAITS:
-        if (tiles > 0) & (_lane(record, word, WAIT) > 0):
+        if (begin < stop) & (_lane(record, word, WAIT) > 0):
             dialect.wait_ready(_address(record, word, READY, READY_HI), hk, _address(record, word, LATE, LATE_HI),
                                dialect.number(limit_ns))  # fmt: skip
     words = lo, left, edges, tiles, full_lo, full_hi, first, step
-    for i in range(tiles * group):
+    for i in range(begin, stop):
         row = row_of(i // group, words, CONFIG)
-        _load_rows((q_desc, dout_desc, stats_desc), (q_smem, dout_smem, stats_smem), full, i, b, row,
+        _load_rows((q_desc, dout_desc, stats_desc), (q_smem, dout_smem, stats_smem), full, i, begin, b, row,
                    hk * group + i % group, nheads_k * group, CONFIG)  # fmt: skip
-        if i == 0:
+        if i == begin:
             _load_keys(k_descs, v_descs, spans_desc, (k_smem, v_smem, spans_smem), kv_full, record_at, b, key, hk, s,
                        CONFIG)  # fmt: skip
     for i in gl.static_range(CONFIG.STAGES):
-        if tiles * group > i:
+        if stop - begin > i:
             named("bar.sync", READ + i, 288, 1)
 
 
@@ -207,13 +237,13 @@ def dq_warp(dq_desc, smems, bars, turns_ptr, numbers, CONFIG: gl.constexpr):
     """Adds what the warpgroups staged to dq, and says when the place is free again."""
     q_smem, dout_smem, k_smem, v_smem, ds_smem, dq_smem, stats_smem, spans_smem, record_smem = smems
     kv_full, full, told = bars
-    blocks, heads, chunk, nheads_k, group, record_stride, wave, limit_ns = numbers
+    blocks, heads, chunk, nheads_k, group, record_stride, wave, limit_ns, cuts = numbers
     for i in gl.static_range(CONFIG.PLACES):
         named("bar.arrive", FREE + i, 288, 1)
     mbarrier.wait(told.index(0), 0)
     words = _words_of(record_smem, dialect.WARP)
     b, head = dialect.word(record_smem, BATCH, dialect.WARP), dialect.word(record_smem, HEAD, dialect.WARP)
-    tiles = dialect.word(record_smem, TILES, dialect.WARP)
+    begin, stop = dialect.word(record_smem, BEGIN, dialect.WARP), dialect.word(record_smem, STOP, dialect.WARP)
     if CONFIG.DETERMINISTIC:
         row_tiles = (dq_desc.shape[1].to(gl.int32) + CONFIG.BLOCK_Q - 1) // CONFIG.BLOCK_Q
         turns_at = turns_ptr + (b * nheads_k + head) * group * row_tiles
@@ -221,7 +251,7 @@ def dq_warp(dq_desc, smems, bars, turns_ptr, numbers, CONFIG: gl.constexpr):
         segment = dialect.word(record_smem, SEGMENT, dialect.WARP)
         before_at += (gl.where(record_stride > 0, b, 0) * CONFIG.SEGMENTS + segment) * row_tiles
         order = dialect.word(record_smem, ORDER, dialect.WARP)
-    for i in range(tiles * group):
+    for i in range(begin, stop):
         row, g = row_of(i // group, words, CONFIG), i % group
         place, parity = place_of(i, CONFIG.PLACES)
         named("bar.sync", STAGED + place, 288, 1)

@@ -92,8 +92,9 @@ def _one_launch(
     acc = out if state is None else state[0]
     heads, group = batch * nheads_q, nheads_q // segments[0].k.shape[2]
     items = -(-seqlen_q // c.BLOCK_Q) * heads
-    # Keys that are still coming come head by head, and so the items go.
-    chunk = group if c.WAITS else portable.heads_together(portable.key_bytes(segments), group, heads)
+    chunk = portable.heads_together(portable.key_bytes(segments), group, heads)
+    if c.WAITS:  # keys that are still coming come head by head: items that need the first quarter go first
+        chunk = min(chunk, group * -(-segments[0].k.shape[2] // 4))
     work = torch.zeros(2, dtype=torch.int32, device=q.device)
     begins, ends, strides = host.intervals(segments)
     readys, lates, limit_ns = host.flags(segments)

@@ -30,13 +30,16 @@ def layout(rows: int, headdim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 def loadable(x: Tensor) -> Tensor:
     """x (batch, seqlen, nheads, headdim), copied only if the copy engine cannot read it as it lies."""
-    unit = 16 // x.element_size()
-    fits = (
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(n == 1 or (0 < s < 1 << 38 and s % unit == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
-    )
+    fits = x.data_ptr() % 16 == 0 and _readable(x.shape, x.stride(), 16 // x.element_size())
     return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=1024)
+def _readable(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> bool:
+    """Whether the copy engine can step like that; unit: elements in 16 bytes."""
+    return strides[-1] == 1 and all(
+        n == 1 or (0 < s < 1 << 38 and s % unit == 0) for n, s in zip(shape[:3], strides[:3], strict=True)
+    )
 
 
 def keys(segment: Segment, x: Tensor) -> Tensor:
@@ -54,9 +57,20 @@ def describe(x: Tensor, rows: int, headdim: int) -> TensorDescriptor:
     """Descriptor of x (batch, seqlen, nheads, headdim), read or written `rows` rows of one head at a time; columns past x's
     are zero.
     """
-    strides = [stride if n > 1 else x.shape[-1] for n, stride in zip(x.shape, x.stride(), strict=True)]
-    strides[-1] = 1
-    return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, headdim], layout(rows, headdim, x.dtype))
+    made = object.__new__(TensorDescriptor)  # its own checks, which take the host as long as all the rest, are made once
+    vars(made).update(_description(x.shape, x.stride(), x.dtype, rows, headdim))
+    made.base = x
+    return made
+
+
+@functools.lru_cache(maxsize=1024)
+def _description(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, headdim: int
+) -> dict[str, Any]:
+    """All of a descriptor but its tensor."""
+    steps = [stride if n > 1 else shape[-1] for n, stride in zip(shape[:-1], strides[:-1], strict=True)]
+    like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return vars(TensorDescriptor(like, list(shape), [*steps, 1], [1, rows, 1, headdim], layout(rows, headdim, dtype)))
 
 
 class Launcher:

@@ -38,7 +38,7 @@ class Communicator:
     hosts: the number of each rank's host, by host name; the first rank's is 0. link: memory that the ranks' GPUs share, if so.
     calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode that the
     ring's first call agreed. left: why this rank did not join an exchange that the others may wait for.
-    message_bytes: the size of a message of gather_bytes.
+    message_bytes: the size of a message of gather_bytes. prepared: what is kept for calls like an earlier one, by likeness.
     """
 
     rank: int
@@ -52,6 +52,7 @@ class Communicator:
     check: str = "first"
     left: str | None = None
     message_bytes: int = MESSAGE_BYTES
+    prepared: dict = field(default_factory=dict)
     _left_in: int = 0
     _side: dict[int, torch.cuda.Stream] = field(default_factory=dict)
 

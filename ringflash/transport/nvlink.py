@@ -1,7 +1,7 @@
 """NVLink transport: copy engines pull other ranks' blocks, and one launch attends them while they arrive.
 
 A rank publishes its block by copying it, key head by key head, to memory that the others can read; all meet; then each has its
-copy engines pull what it needs, on a stream of their own, in pieces of few heads that grow, and counts the heads of each piece
+copy engines pull what it needs, on a stream of their own, first of a quarter of the heads, and counts the heads of each piece
 in by a word that the stream writes behind it. The kernel waits for a head's word where it first needs that head.
 
 The invariant that keeps a waiting kernel from waiting for ever: when it is launched, all that it waits for has been published,
@@ -19,9 +19,9 @@ meeting ends the call.
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Ready, Shape
 from ringflash.transport.communicator import Communicator, ExchangeError
 
 LEAST_PIECE = 2 << 20  # bytes: below this a copy is mostly latency
+MOST_WAYS = 64  # kept for calls with shapes that have been seen
 _BLOCKS, _GRADS, _END = range(3)  # meetings that may be under way at the same time
 
 
@@ -52,8 +53,8 @@ class Link(Protocol):
         """The current stream goes on when the transfers' own is done."""
         ...
 
-    def count(self, arrived: Tensor, block: int, heads: int, /) -> None:
-        """On the current stream: arrived[block] = heads."""
+    def count(self, words: Tensor, block: int, heads: int, /) -> None:
+        """On the current stream: words[block] = heads, behind what came before; words is uint32."""
         ...
 
     def late(self, size: int, /) -> Tensor:
@@ -67,13 +68,21 @@ class Link(Protocol):
 
 
 def pieces(nheads: int, bytes_per_head: int) -> list[tuple[int, int]]:
-    """[begin, end) of the key heads that are copied together: of LEAST_PIECE bytes at first, then as many as came before."""
-    found, begin = [], 0
-    while begin < nheads:
-        end = min(nheads, max(2 * begin, begin + -(-LEAST_PIECE // max(bytes_per_head, 1))))
-        found.append((begin, end))
-        begin = end
-    return found
+    """[begin, end) of the key heads that are copied together: a quarter of them first (and LEAST_PIECE bytes), then the rest.
+
+    A kernel begins with its own block and with the first quarter of the heads; the rest arrives before it gets there.
+    """
+    first = min(nheads, max(-(-nheads // 4), -(-LEAST_PIECE // max(bytes_per_head, 1))))
+    return [(begin, end) for begin, end in ((0, first), (first, nheads)) if begin < end]
+
+
+class _Way(NamedTuple):
+    """What is alike in all calls with the same shapes: the views of buffers between which blocks move."""
+
+    publish: Pair  # where the own k and v go
+    copies: tuple[tuple[Tensor, Tensor, int, int], ...]  # (to, from, block, how many of its heads have arrived then)
+    blocks: dict[int, Pair]
+    ready: dict[int, Ready]
 
 
 class NVLink:
@@ -86,8 +95,10 @@ class NVLink:
         self._gathered = self._home = torch.empty(0)
         self._sizes = {"block": 0, "grads": 0}
         self._calls = 0
-        self._arrived = torch.empty(0)
+        self._arrived = self._words = torch.empty(0)
         self._late = link.late(comm.size)
+        self._any_late = self._late.numpy().any
+        self._ways: dict[Hashable, _Way] = {}
 
     def move(
         self, hops: Hops, held: Mapping[int, Pair], partial: dict[int, Pair] | None, *, shapes: Shapes, outer: bool = False
@@ -96,10 +107,10 @@ class NVLink:
         call gave up waiting for a block, and RuntimeError where a graph's capture would have to make buffers.
         """
         assert not outer
-        self._tell_late()
+        if self._any_late():
+            self._tell_late()
         if hops.moves:
-            self._make_room(shapes, grads=partial is not None)
-            return self._bring(hops, held, shapes)
+            return self._bring(hops, held[self._comm.rank], shapes, grads=partial is not None)
         if hops.grad_moves and partial is not None:
             return self._take_home(hops, partial, shapes)
         return Moving({}, [], Nothing(), {})
@@ -113,27 +124,43 @@ class NVLink:
         """Leave the reason; the others' meeting ends in the group's timeout."""
         self._comm.leave_word(error)
 
-    def _bring(self, hops: Hops, held: Mapping[int, Pair], shapes: Shapes) -> Moving:
+    def _bring(self, hops: Hops, own: Pair, shapes: Shapes, *, grads: bool) -> Moving:
         """Publish the own block, and have the others' copied."""
-        own, published = self._comm.rank, self._published[self._calls % 2]
+        key = (hops.recvs, shapes.k.shape, shapes.v.shape, shapes.k.dtype, shapes.lengths, grads, self._calls % 2)
+        way = self._ways.get(key)
+        if way is None:
+            self._make_room(shapes, grads=grads)
+            way = self._ways[key] = self._way(hops, shapes)
         self._calls += 1
-        for into, x in zip(_pair(_by_head(published.mine, shapes, own), shapes, own), held[own], strict=True):
-            into.copy_(x)
+        for into, x in zip(way.publish, own, strict=True):
+            _copy(into, x)
         self._arrived.zero_()
         self._link.meet(_BLOCKS)
+        with self._link.aside():
+            for into, source, block, heads in way.copies:
+                into.copy_(source)
+                self._link.count(self._words, block, heads)
+        return Moving(dict(way.blocks), [], _Joining(self._link), way.ready)
+
+    def _way(self, hops: Hops, shapes: Shapes) -> _Way:
+        """Of the call that comes, whose turn says which of the two published blocks it uses."""
+        own, published, nheads = self._comm.rank, self._published[self._calls % 2], shapes.k.shape[2]
         here = {block: _by_head(self._slot(self._gathered, block, own), shapes, block) for block, _ in hops.recvs}
         there = {block: _by_head(published.of[block], shapes, block) for block in here}
-        with self._link.aside():
-            for begin, end in pieces(shapes.k.shape[2], self._sizes["block"] // max(shapes.k.shape[2], 1)):
-                for block, into in here.items():
-                    into[begin:end].copy_(there[block][begin:end])
-                    self._link.count(self._arrived, block, end)
-        blocks = {block: _pair(heads, shapes, block) for block, heads in here.items()}
-        ready = {block: Ready(self._arrived[block : block + 1], self._late[block : block + 1]) for block in here}
-        return Moving(blocks, [], _Joining(self._link), ready)
+        copies = [
+            (into[begin:end], there[block][begin:end], block, end)
+            for begin, end in pieces(nheads, self._sizes["block"] // max(nheads, 1))
+            for block, into in here.items()
+        ]
+        return _Way(
+            _pair(_by_head(published.mine, shapes, own), shapes, own),
+            tuple(copies),
+            {block: _pair(heads, shapes, block) for block, heads in here.items()},
+            {block: Ready(self._arrived[block : block + 1], self._late[block : block + 1]) for block in here},
+        )
 
     def _take_home(self, hops: Hops, partial: dict[int, Pair], shapes: Shapes) -> Moving:
-        """Have copied what other ranks made for the own block, when all have made theirs."""
+        """Have copied what other ranks made for the own block,."""
         assert self._partials is not None
         for block, _ in hops.grad_sends:
             del partial[block]
@@ -155,13 +182,17 @@ class NVLink:
 
     def _make_room(self, shapes: Shapes, *, grads: bool) -> None:
         """Buffers for the longest block; all ranks, which agree on the shapes, make them in the same call."""
+        if len(self._ways) > MOST_WAYS:
+            self._ways.clear()
         sizes = {"block": shapes.block_bytes, "grads": shapes.grads_bytes}
         if sizes["block"] > self._sizes["block"]:
             self._published = [self._shared(sizes["block"]) for _ in range(2)]
             self._gathered = self._local(sizes["block"] * (self._comm.size - 1))
             with torch.inference_mode(False):
                 self._arrived = torch.zeros(self._comm.size, dtype=torch.int32, device=shapes.k.device)
+            self._words = self._arrived.view(torch.uint32)
             self._sizes["block"] = sizes["block"]
+            self._ways.clear()
         if grads and sizes["grads"] > self._sizes["grads"]:
             self._partials = self._shared(sizes["grads"] * (self._comm.size - 1))
             self._home = self._local(sizes["grads"] * (self._comm.size - 1))
@@ -182,10 +213,9 @@ class NVLink:
 
     def _tell_late(self) -> None:
         late = self._late.nonzero().flatten().tolist()
-        if late:
-            self._late.zero_()
-            blocks = ", ".join(map(str, late))
-            raise ExchangeError(f"an earlier call's result is wrong: keys of rank {blocks} had not arrived after 20 s")
+        self._late.zero_()
+        blocks = ", ".join(map(str, late))
+        raise ExchangeError(f"an earlier call's result is wrong: keys of rank {blocks} had not arrived after 20 s")
 
 
 def _by_head(memory: Tensor, shapes: Shapes, block: int) -> Tensor:
@@ -202,6 +232,19 @@ def _pair(heads: Tensor, shapes: Shapes, block: int) -> Pair:
     parts = heads.split([math.prod(rows) * width for width in widths], 1)
     k, v = (x.unflatten(1, (*rows, width)).permute(1, 2, 0, 3) for x, width in zip(parts, widths, strict=True))
     return k, v
+
+
+def _copy(into: Tensor, x: Tensor) -> None:
+    """into.copy_(x), 16 bytes at a time where rows allow it: torch copies what lies in another order element by element."""
+    if all(y.shape[-1] * y.element_size() % 16 == 0 and _aligned(y) for y in (into, x)):
+        into, x = into.view(torch.complex128), x.view(torch.complex128)
+    into.copy_(x)
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    return x.stride(-1) == 1 and all(stride % unit == 0 for stride in (*x.stride()[:-1], x.storage_offset())) and x.numel() > 0
 
 
 class _Joining:

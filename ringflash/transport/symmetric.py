@@ -61,9 +61,9 @@ class Symmetric:
         """The current stream goes on when the transfers' own is done."""
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def count(self, arrived: Tensor, block: int, heads: int) -> None:
-        """On the current stream: arrived[block] = heads, behind what came before."""
-        self._write.stream_write_value32(arrived.view(torch.uint32), block, heads)
+    def count(self, words: Tensor, block: int, heads: int) -> None:
+        """On the current stream: words[block] = heads, behind what came before; words is uint32."""
+        self._write.stream_write_value32(words, block, heads)
 
     def late(self, size: int) -> Tensor:
         """int32 (size,) zeros in pinned memory."""
