@@ -249,6 +249,7 @@ def chosen(schedule: str, needs: Needs, hosts: Hosts) -> Chosen:
         name, why = _flat(needs)
         why = f"hierarchical on one host is its inner schedule: {why}"
     if name == "gather":
+        why = "all needed blocks at once, attended in one launch"
         return Chosen(name, why, *map(without_idle, gather(needs)))
     steps = without_idle(FLAT[name](needs) if name in FLAT else hierarchical(needs, hosts))
     return Chosen(name, why, steps, steps)
