@@ -112,7 +112,8 @@ def _kernel(q_ptr, q_strides, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4
     if FINISH:
         out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]  # a row that saw no key: 0 / 1
         tl.store(out_ptr + acc_at, out.to(out_ptr.dtype.element_ty), mask=acc_mask)
-        tl.store(lse_ptr + row_at, (row_max + tl.math.log2(row_sum)) * _LN2, mask=valid)
+        lse = tl.fma(row_max, tl.full([BLOCK_Q], _LN2, tl.float32), tl.math.log2(row_sum) * _LN2)  # rounded once at its size
+        tl.store(lse_ptr + row_at, lse, mask=valid)
     else:
         tl.store(acc_ptr + acc_at, acc, mask=acc_mask)
         tl.store(max_ptr + row_at, row_max, mask=valid)
