@@ -70,6 +70,10 @@ NEEDS: dict[str, tuple[_Need, ...]] = {
             lambda o, f: f"would keep {f.buffer_bytes} bytes of buffers: max_buffer_bytes={o.max_buffer_bytes}",
         ),
         _GATHERS,
+        _Need(
+            lambda o, f: o.transport == "nvlink",
+            lambda o, f: "is on request until its tests have passed as a whole on two GPUs",
+        ),
     ),
     "p2p": (
         _Need(

@@ -14,15 +14,14 @@ CHOICES = {
 class Options:
     """How a ring runs. Every rank must pass the same.
 
-    transport: what moves blocks. "p2p": sends and receives over NCCL or gloo. "nvlink": copy engines between the GPUs of one
-    host, and one launch that attends keys as they arrive. "allgather": collectives, for small shards. "auto" takes nvlink
-    where it can, else p2p. "ulysses": no blocks move; all ranks exchange sequence for heads before and after, so that each
-    attends all tokens with its share of heads. In a 2-D mesh (ring, heads) the ranks of a row do that, and "auto" and
-    "p2p" alike send blocks round each column.
+    transport: what moves blocks. "p2p": sends and receives over NCCL or gloo, two blocks in flight. "nvlink": copy engines
+    between the GPUs of one host, and one launch that attends keys as they arrive. "allgather": collectives, for small shards.
+    "ulysses": no blocks move; all ranks exchange sequence for heads before and after, so that each attends all tokens with its
+    share of heads. "auto" takes p2p (explain says why not nvlink). In a 2-D mesh (ring, heads) the ranks of a row exchange
+    sequence for heads, and "auto" and "p2p" alike send blocks round each column.
     schedule: the plan's generator, "rotate", "direct" or "hierarchical" with p2p, "gather" with nvlink and allgather; "auto"
     takes what moves least.
-    max_buffer_bytes: the most that a rank keeps to gather all keys and their gradients (explain says what that is); above it
-    "auto" takes p2p, which keeps two blocks.
+    max_buffer_bytes: the most that a rank may keep to gather all keys and their gradients (explain says what that is).
     check: when ranks compare what they were called with: "first" (the first 16 calls of a group), "always", "never" (save for
     the very first call, so that ranks that chose differently find out).
     deterministic: the same inputs give the same bits. Without it so they do, but for kernel "hopper": the last bits of dQ,

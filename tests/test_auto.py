@@ -27,7 +27,8 @@ def test_one_rank_moves_nothing() -> None:
 @pytest.mark.parametrize(
     ("facts", "options", "transport", "why"),
     [
-        (FACTS, rf.Options(), "nvlink", "one launch, keys pulled by copy engines"),
+        (FACTS, rf.Options(), "p2p", "keeps two blocks in flight; nvlink is on request until its tests have passed as a whole"),
+        (FACTS, rf.Options(transport="nvlink"), "nvlink", "asked for"),
         (FACTS._replace(device="cpu"), rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs GPUs: the tensors"),
         (FACTS._replace(shares_memory=False), rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs one host whose"),
         (FACTS, rf.Options(max_buffer_bytes=999), "p2p", "keeps two blocks in flight; nvlink would keep 1000 bytes"),

@@ -84,8 +84,8 @@ def test_the_report_is_readable() -> None:
 def test_gathered_keys_are_in_the_report() -> None:
     """One launch forward, and what is kept for all keys and their gradients."""
     layout = rf.layouts.zigzag(65536, 4)
-    told = rf.explain(*shards(layout, 1), layout=layout, mask=CAUSAL, rank=1)
-    assert told.transport == "nvlink (one launch, keys pulled by copy engines)"
+    told = rf.explain(*shards(layout, 1), layout=layout, mask=CAUSAL, rank=1, options=rf.Options(transport="nvlink"))
+    assert told.transport == "nvlink (asked for)"
     assert [step.attends for step in told.steps] == [(1, 0, 3, 2)]
     assert [step.attends for step in told.backward_steps] == [(0, 3, 2), (1,)]
     block = 65536 // 4 * 2 * 2 * (64 + 32) * 2
@@ -95,8 +95,9 @@ def test_gathered_keys_are_in_the_report() -> None:
     assert "schedule   gather" in str(told)
     assert "\nback  attends" in str(told)
     assert max(map(len, str(told).splitlines())) <= 128
-    kept = rf.Options(max_buffer_bytes=told.buffer_bytes - 1)
-    assert rf.explain(*shards(layout), layout=layout, mask=CAUSAL, options=kept).transport.startswith("p2p (")
+    kept = rf.Options(transport="nvlink", max_buffer_bytes=told.buffer_bytes - 1)
+    with pytest.raises(NotImplementedError, match=f"'nvlink' would keep {told.buffer_bytes} bytes of buffers"):
+        rf.explain(*shards(layout), layout=layout, mask=CAUSAL, options=kept)
 
 
 def test_meta_tensors_may_go_to_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
