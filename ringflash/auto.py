@@ -51,7 +51,7 @@ class _Need(NamedTuple):
 
 _GATHERS = _Need(
     lambda options, facts: options.schedule in ("auto", "gather"),
-    lambda options, facts: f"gathers all keys, so that schedule must be 'auto' or 'gather': schedule={options.schedule!r}",
+    lambda options, facts: f"gathers all keys: schedule must be 'auto' or 'gather', schedule={options.schedule!r}",
 )
 _ONE_RING = _Need(
     lambda options, facts: facts.heads == 1,

@@ -33,7 +33,9 @@ LAYERS = {  # imports point one way: module or package -> what it may import of 
     "agreement": "",
     "auto": "options schedules transport.blocks",
     "api": "agreement auto autograd checks heads layout mask options plan ring tile transport",
-    "explain": "auto checks heads layout mask options plan schedules shares tile",
+    "rates": "",
+    "steps": "plan rates",
+    "explain": "steps auto checks heads layout mask options plan schedules shares tile",
     "context": "agreement api checks layout mask options transport",
     "__init__": "api context explain layout mask options stats",
 }

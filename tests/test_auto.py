@@ -32,7 +32,7 @@ def test_one_rank_moves_nothing() -> None:
         (FACTS._replace(device="cpu"), rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs GPUs: the tensors"),
         (FACTS._replace(shares_memory=False), rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs one host whose"),
         (FACTS, rf.Options(max_buffer_bytes=999), "p2p", "keeps two blocks in flight; nvlink would keep 1000 bytes"),
-        (FACTS, rf.Options(schedule="rotate"), "p2p", "keeps two blocks in flight; nvlink gathers all keys, so that schedule"),
+        (FACTS, rf.Options(schedule="rotate"), "p2p", "keeps two blocks in flight; nvlink gathers all keys: schedule must"),
         (MESH, rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs one ring of all ranks: the mesh is 2 x 2"),
         (FACTS, rf.Options(transport="allgather"), "allgather", "asked for"),
         (FACTS._replace(heads=4), rf.Options(transport="ulysses"), "ulysses", "asked for"),
