@@ -15,6 +15,7 @@ from ringflash.heads import Heads, inner_plan, rows
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
+from ringflash.plan import TokenBytes
 from ringflash.ring import Ring
 from ringflash.tile import Tile, pick
 from ringflash.transport.blocks import Transport
@@ -102,14 +103,15 @@ def _prepare(comm: Communicator, qkv: tuple[Tensor, Tensor, Tensor], given: chec
     facts = Facts.of(k, v, call.kv_layout.lengths, hosts=comm.hosts, shares_memory=comm.link is not None, heads=heads)
     found = route(call.options, facts)
     tile = pick(call.options.kernel, q, v, deterministic=call.options.deterministic)
-    return qkv, _ring(comm, call, found, tile), call
+    return qkv, _ring(comm, call, found, tile, TokenBytes.of(q, v)), call
 
 
-def _ring(comm: Communicator, call: checks.Call, found: Route, tile: Tile) -> Ring | Heads:
+def _ring(comm: Communicator, call: checks.Call, found: Route, tile: Tile, token: TokenBytes) -> Ring | Heads:
     """This rank's ring, inside an exchange of heads where several ranks share them."""
     n = found.heads
     row, column = divmod(comm.rank, n)
-    plan = inner_plan(call.layout, call.mask, call.kv_layout, size=n, rank=column, schedule=found.schedule, hosts=comm.hosts)
+    how = {"schedule": found.schedule, "hosts": comm.hosts, "token": token}
+    plan = inner_plan(call.layout, call.mask, call.kv_layout, size=n, rank=column, **how)
     if n == 1:
         return Ring(plan, row, tile, TRANSPORTS[found.transport](comm) if comm.size > 1 else None, call.scale)
     ring = Ring(plan, row, tile, P2P(comm, range(column, comm.size, n)), call.scale)

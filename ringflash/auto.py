@@ -30,7 +30,7 @@ class Facts(NamedTuple):
         cls, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, hosts: Hosts, shares_memory: bool, heads: int = 1
     ) -> "Facts":
         """For this rank's k and v, where lengths are those of all ranks' blocks."""
-        return cls(len(lengths), hosts, k.device.type, shares_memory, Shapes(k, v, lengths).buffer_bytes, heads)
+        return cls(len(lengths), hosts, k.device.type, shares_memory, Shapes((k, v), lengths).buffer_bytes, heads)
 
 
 class Route(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringflash.layout import Layout
 from ringflash.mask import Mask
-from ringflash.plan import Plan, make_plan
+from ringflash.plan import Plan, TokenBytes, make_plan
 from ringflash.ring import Ring, TileLike
 from ringflash.shares import Share, are_shared, shares
 from ringflash.transport.blocks import Pair
@@ -77,10 +77,22 @@ def rows(layout: Layout, ranks: range) -> Rows:
 
 
 def inner_plan(
-    layout: Layout, mask: Mask, kv_layout: Layout, *, size: int, rank: int, schedule: str, hosts: Sequence[int]
+    layout: Layout,
+    mask: Mask,
+    kv_layout: Layout,
+    *,
+    size: int,
+    rank: int,
+    schedule: str,
+    hosts: Sequence[int],
+    token: TokenBytes | None = None,
 ) -> Plan:
-    """The plan of the ring around the exchange of heads: of the `rank`-th ranks of every `size` that follow each other."""
-    return make_plan(layout.merged(size), mask, kv_layout.merged(size), schedule=schedule, hosts=tuple(hosts[rank::size]))
+    """The plan of the ring around the exchange of heads: of the `rank`-th ranks of every `size` that follow each other.
+
+    token: as of make_plan, for a ring with no such exchange in it; around one keys travel.
+    """
+    layout, kv_layout, among = layout.merged(size), kv_layout.merged(size), tuple(hosts[rank::size])
+    return make_plan(layout, mask, kv_layout, schedule=schedule, hosts=among, token=token if size == 1 else None)
 
 
 class _Side(NamedTuple):

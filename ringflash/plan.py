@@ -5,7 +5,7 @@ hop agree.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,10 +16,29 @@ from torch import Tensor
 from ringflash.intervals import KeyTable, RowPieces, local_intervals, needed_blocks, row_pieces, visible_pairs
 from ringflash.layout import Layout
 from ringflash.mask import Mask
-from ringflash.schedules import Hosts, Needs, Step, Transfer, chosen
+from ringflash.schedules import Hosts, Needs, Step, Transfer, chosen, chosen_for_rows, without_idle
 from ringflash.transport.blocks import Hop, Hops
 
 Array = np.ndarray
+Intervals = dict[int, tuple[Tensor, Tensor]]
+
+
+class TokenBytes(NamedTuple):
+    """Bytes of a token, per batch row, as backward moves it: of its K and V, float32 dK and dV, its row (Q, dO, lse, delta),
+    and float32 dQ.
+    """
+
+    keys: int
+    dkv: int
+    rows: int
+    dq: int
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor) -> "TokenBytes":
+        """For q (batch, seqlen_q, nheads_q, headdim) and v (batch, seqlen_k, nheads_k, headdim_v) of one dtype."""
+        (_, _, nheads_q, headdim), (_, _, nheads_k, headdim_v), itemsize = q.shape, v.shape, q.element_size()
+        both = headdim + headdim_v
+        return cls(nheads_k * both * itemsize, nheads_k * both * 4, nheads_q * (both * itemsize + 8), nheads_q * headdim * 4)
 
 
 class Turn(NamedTuple):
@@ -49,13 +68,28 @@ class Turn(NamedTuple):
 
 class Course(NamedTuple):
     """One pass over a plan: its steps, each rank's own part of every step, and whether a rank sends its block in any of them
-    and sends or receives dK and dV.
+    and sends or receives gradients.
+
+    rows: what moves are blocks of rows and their dQ, in place of keys and their dK and dV.
     """
 
     steps: tuple[Step, ...]
     turns: tuple[tuple[Turn, ...], ...]
     sends: tuple[bool, ...]
     shares: tuple[bool, ...]
+    rows: bool = False
+
+    def nbytes(self, lengths: Sequence[int], each: int, grads: int) -> int:
+        """What all ranks send: each of a block's tokens as so many bytes, and as so many of gradients."""
+        blocks = sum(lengths[x.block] for step in self.steps for x, _ in step.blocks)
+        return each * blocks + grads * sum(lengths[x.block] for step in self.steps for x, _ in step.partials)
+
+
+class Traffic(NamedTuple):
+    """Bytes per batch row that all ranks send in backward if keys travel, and if rows do."""
+
+    keys: int
+    rows: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +97,9 @@ class Plan:
     """Everything a ring needs to know about one (layout, mask, schedule, hosts): intervals, needed blocks, steps.
 
     schedule is the one that was picked (schedules.SCHEDULES), and why. hosts[r]: the number of rank r's host. needs bool (size,
-    size): needs[r, b], rank r sees a key of block b. forward and backward: their courses, the same one but for "gather". rows:
-    the global intervals of all ranks' rows, one entry per distinct batch row.
+    size): needs[r, b], rank r sees a key of block b. forward and backward: their courses, the same one unless the schedule is
+    "gather" or rows travel in backward. traffic: what decided between keys and rows; None where nothing was counted. rows: the
+    global intervals of all ranks' rows, one entry per distinct batch row.
     """
 
     layout: Layout
@@ -76,6 +111,7 @@ class Plan:
     needs: Array
     forward: Course
     backward: Course
+    traffic: Traffic | None
     rows: tuple[RowPieces, ...]
     keys: KeyTable
     _tables: dict
@@ -93,21 +129,38 @@ class Plan:
         """int64 (size,): visible (query, key) pairs of a rank with every block, per head, summed over distinct batch rows."""
         return visible_pairs([r.of(rank) for r in self.rows], self.keys, self.size)
 
-    def intervals(self, rank: int, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:
+    def lengths(self, course: Course) -> tuple[int, ...]:
+        """Tokens of each block that a course moves."""
+        return (self.layout if course.rows else self.kv_layout).lengths
+
+    def intervals(self, rank: int, device: torch.device) -> Intervals:
         """Local (begin, end) of the rank's rows in each block it attends: int32 (1 or batch, seqlen_q), on the device.
 
         Made once per device and stream (another stream would have to wait for this one) and kept with the plan: 8 bytes
         per row and attended block.
         """
+        return self._kept(("keys", rank), device, lambda: self._local(rank, self.attended(rank), device))
+
+    def row_intervals(self, rank: int, device: torch.device) -> Intervals:
+        """Where rows travel: local (begin, end) of each block of rows that the rank attends, in its own keys, int32 (1 or
+        batch, the block's seqlen_q); made and kept in the same way.
+        """
+        others = [block for turn in self.backward.turns[rank] for block in turn.attend if block != rank]
+        own = {rank: self.intervals(rank, device)[rank]}
+        return self._kept(("rows", rank), device, lambda: own | {b: self._local(b, [rank], device)[rank] for b in others})
+
+    def _local(self, rank: int, blocks: Sequence[int], device: torch.device) -> Intervals:
+        """Of a rank's rows in blocks of keys."""
+        rows, seqlen_q = [r.of(rank) for r in self.rows], self.layout.lengths[rank]
+        return local_intervals(rows, self.keys, seqlen_q=seqlen_q, blocks=blocks, device=device)
+
+    def _kept(self, name: tuple[str, int], device: torch.device, make: Callable[[], Intervals]) -> Intervals:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        key = (rank, device, stream)
+        key = (*name, device, stream)
         if key in self._tables:
             return self._tables[key]
         with torch.inference_mode(False), torch.no_grad():
-            rows = [r.of(rank) for r in self.rows]
-            made = local_intervals(
-                rows, self.keys, seqlen_q=self.layout.lengths[rank], blocks=self.attended(rank), device=device
-            )
+            made = make()
         if all(type(x) is Tensor for pair in made.values() for x in pair):  # a tracer's fake tensors are for that call alone
             self._tables[key] = made
         return made
@@ -172,11 +225,35 @@ def _exchange(schedule: str, needs: Needs, hosts: Hosts) -> _Exchange:
     return _Exchange(found.name, found.why, forward, backward)
 
 
-def _course(steps: tuple[Step, ...], size: int) -> Course:
+@functools.lru_cache(maxsize=64)
+def _row_exchange(schedule: str, needs: Needs, hosts: Hosts) -> _Exchange:
+    """As _exchange, with rows that travel in backward; forward then moves blocks alone."""
+    keys = _exchange(schedule, needs, hosts)
+    ahead = without_idle([_without_grads(step) for step in keys.forward.steps])
+    back = chosen_for_rows(schedule, needs, hosts).backward
+    return keys._replace(forward=_course(ahead, len(needs)), backward=_course(back, len(needs), rows=True))
+
+
+def _without_grads(step: Step) -> Step:
+    return step._replace(grads=(), outer=tuple(o._replace(grads=()) for o in step.outer if o.transfers))
+
+
+def _course(steps: tuple[Step, ...], size: int, *, rows: bool = False) -> Course:
     turns = _turns(steps, size)
     hops = [[turn.departing for turn in mine] for mine in turns]
     sends = tuple(any(x.sends for x in mine) for mine in hops)
-    return Course(steps, turns, sends, tuple(any(x.grad_sends or x.grad_recvs for x in mine) for mine in hops))
+    return Course(steps, turns, sends, tuple(any(x.grad_sends or x.grad_recvs for x in mine) for mine in hops), rows)
+
+
+def _fewer_bytes(
+    schedule: str, needs: Needs, hosts: Hosts, token: TokenBytes, lengths: tuple[Sequence[int], Sequence[int]]
+) -> tuple[_Exchange, Traffic]:
+    """Of keys and rows what backward moves in fewer bytes, keys where both are as many. lengths: of rows and of keys."""
+    keys, rows = _exchange(schedule, needs, hosts), _row_exchange(schedule, needs, hosts)
+    traffic = Traffic(
+        keys.backward.nbytes(lengths[1], token.keys, token.dkv), rows.backward.nbytes(lengths[0], token.rows, token.dq)
+    )
+    return (rows if traffic.rows < traffic.keys else keys), traffic
 
 
 def make_plan(
@@ -186,24 +263,30 @@ def make_plan(
     *,
     schedule: str = "auto",
     hosts: Hosts | None = None,
+    token: TokenBytes | None = None,
 ) -> Plan:
     """The plan of a ring whose queries lie as `layout` and keys as `kv_layout` (default: alike) under the mask.
 
     hosts: the number of each rank's host, in sequence order (default: one host). schedule "auto" takes on one host direct
     where that moves fewer blocks, else rotate (its traffic is between neighbours only); on several, of these two, what burdens
-    host borders less. Raises ValueError for hosts that are not one number per rank.
+    host borders less. token: what backward moves of a token, by which rows travel in place of keys where all ranks together
+    send fewer bytes so; without it, and with "gather", keys do. Raises ValueError for hosts that are not one number per rank.
     """
     hosts = (0,) * layout.size if hosts is None else tuple(hosts)
     if len(hosts) != layout.size:
         raise ValueError(f"hosts must have one number per rank: hosts={hosts}, size={layout.size}")
-    return _make_plan(layout, mask, kv_layout or layout, schedule, hosts)
+    return _make_plan(layout, mask, kv_layout or layout, schedule, hosts, token)
 
 
 @functools.lru_cache(maxsize=16)  # one entry keeps 8 bytes per global token and attended block on the device
-def _make_plan(layout: Layout, mask: Mask, kv_layout: Layout, schedule: str, hosts: Hosts) -> Plan:
+def _make_plan(layout: Layout, mask: Mask, kv_layout: Layout, schedule: str, hosts: Hosts, token: TokenBytes | None) -> Plan:
     extent = max(layout.end, kv_layout.end)
     rows = tuple(row_pieces(layout.runs, pieces) for pieces in mask.pieces(extent))
     keys = KeyTable(kv_layout.runs, extent)
     needs = np.logical_or.reduce([needed_blocks(r, keys, layout.size) for r in rows])
-    exchange = _exchange(schedule, tuple(map(tuple, needs.tolist())), hosts)
-    return Plan(layout, kv_layout, mask, hosts, needs=needs, rows=rows, keys=keys, _tables={}, **exchange._asdict())
+    needed = tuple(map(tuple, needs.tolist()))
+    exchange, traffic = _exchange(schedule, needed, hosts), None
+    if token is not None and exchange.schedule != "gather":
+        exchange, traffic = _fewer_bytes(schedule, needed, hosts, token, (layout.lengths, kv_layout.lengths))
+    of_rows = {"needs": needs, "rows": rows, "keys": keys, "traffic": traffic}
+    return Plan(layout, kv_layout, mask, hosts, **of_rows, _tables={}, **exchange._asdict())

@@ -1,20 +1,22 @@
 """The algorithm: attend one block while the plan's transfers bring the next; backward goes the same way.
 
+A block is one rank's keys, or in backward, where the plan has rows travel, one rank's rows: then dK and dV stay with their keys
+and dQ comes home, in place of the other way about.
+
 Nothing here knows how a plan was made, what a tile runs on or what a transport moves bytes with.
 """
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ringflash.plan import Course, Plan, Turn
-from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Shapes, Transport
+from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Parts, Shapes, Transport
 
 
 class TileLike(Protocol):
@@ -63,7 +65,7 @@ class Ring:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries over the keys of all ranks."""
         turns = self.plan.forward.turns[self.rank]
-        here = self._start(self.plan.forward, k, v)
+        here = self._start(self.plan.forward, (k, v), k.dtype)
         state: tuple[Tensor, ...] | None = None
         for turn in turns:
             moving = here.post(turn)
@@ -79,56 +81,60 @@ class Ring:
     ) -> tuple[Tensor, Pair]:
         """float32 dq and (dk, dv) of this rank's tokens: the gradient of the sum over ranks of their local losses.
 
-        dk and dv are float32 where other ranks' parts were added to them, or where the caller will add to them (`parts`), of
+        dk and dv are float32 where this rank sends or receives gradients, or where the caller will add to them (`parts`), of
         k's and v's dtype otherwise: rounded once anyway.
-        A tile that makes dQ and dK/dV apart makes the own block's dQ first, while the first keys arrive, and its dK/dV last,
-        while the other ranks' come home: one float32 block less is held meanwhile.
+        A tile that makes dQ and dK/dV apart makes first, of the own block, what stays, while the first blocks arrive, and last
+        what travels, while the other ranks' comes home: one float32 block less is held meanwhile.
         """
-        turns, own = self.plan.backward.turns[self.rank], (self.rank,)
-        here = self._start(self.plan.backward, k, v, partial={}, parts=parts)
-        dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        course, own = self.plan.backward, (self.rank,)
+        turns = course.turns[self.rank]
+        wide = torch.float32 if parts or course.shares[self.rank] else k.dtype
+        rows, keys = _Side((q, dout, lse, delta), (q,), torch.float32), _Side((k, v), (k, v), wide)
+        travels, stays = (rows, keys) if course.rows else (keys, rows)
+        here, grads = self._start(course, travels.parts, travels.dtype, partial={}), stays.room()
         started = next(turn for turn in turns if turn.attend)  # the own block is always attended
         (first, *_, closing) = turns * 2
         apart = first is not closing and first.attend == own and not self.tile.fused_backward
-        add = functools.partial(self._add_gradients, (dout, q, lse, delta), here)
         for turn in turns:
             moving = here.post(turn)
             if turn.attend:
-                add(moving, turn.attend, dq, keys=not (apart and turn.attend == own), add_dq=turn is not started)
+                away = None if apart and turn.attend == own else here.rooms(turn.attend)
+                self._add_gradients(stays.parts, here, moving, turn.attend, away, _Rooms([grads], turn is not started))
             if apart and turn is closing:
-                add(moving, own, None)
+                self._add_gradients(stays.parts, here, moving, own, here.rooms(own), None)
             here.land(moving, turn)
-        return dq, here.grads[self.rank]
+        home = here.grads[self.rank]
+        (dq,), (dk, dv) = (home, grads) if course.rows else (grads, home)
+        return dq, (dk, dv)
 
-    def _start(
-        self, course: Course, k: Tensor, v: Tensor, partial: dict[int, Pair] | None = None, *, parts: bool = False
-    ) -> "_Held":
+    def _start(self, course: Course, own: Parts, grads: torch.dtype, partial: dict[int, Parts] | None = None) -> "_Held":
         """The blocks this rank holds: its own, contiguous if it is to be sent."""
-        own = (k.contiguous(), v.contiguous()) if course.sends[self.rank] else (k, v)
-        wide = torch.float32 if parts or course.shares[self.rank] else None
-        return _Held(self.transport, self.rank, {self.rank: own}, partial, Shapes(*own, self.plan.kv_layout.lengths), wide)
+        own = tuple(x.contiguous() for x in own) if course.sends[self.rank] else own
+        shapes = Shapes(own, self.plan.lengths(course), n_grads=1 if course.rows else 2)
+        return _Held(self.transport, self.rank, {self.rank: own}, partial, shapes, grads)
 
     def _segments(self, here: "_Held", moving: Moving, blocks: tuple[int, ...], q: Tensor) -> list[Any]:
-        """Of blocks that are here, or that arrive meanwhile."""
+        """Of blocks of keys that are here, or that arrive meanwhile."""
         intervals = self.plan.intervals(self.rank, q.device)
         return [self.tile.segment(*here.block(b, moving), *intervals[b], *moving.ready.get(b, ())) for b in blocks]
 
     def _add_gradients(
-        self,
-        rows: tuple[Tensor, ...],
-        here: "_Held",
-        moving: Moving,
-        blocks: tuple[int, ...],
-        dq: Tensor | None,
-        *,
-        keys: bool = True,
-        add_dq: bool = True,
+        self, own: Parts, here: "_Held", moving: Moving, blocks: tuple[int, ...], away: "_Rooms | None", stay: "_Rooms | None"
     ) -> None:
-        """Add what the rows and some blocks give: into dq unless it is None, and with `keys` into the blocks' dK/dV."""
-        dout, q, lse, delta = rows
-        into, add = here.rooms(blocks) if keys else (None, True)
-        segments = self._segments(here, moving, blocks, q)
-        self.tile.backward(dout, q, segments, lse, delta, self.scale, dq, into, add=add, add_dq=add_dq)
+        """Add what the own rows and blocks of keys give, or own keys and a block of rows: into the gradients of the blocks
+        (`away`) and those of `own` (`stay`), unless they are None.
+        """
+        if self.plan.backward.rows:
+            (block,) = blocks
+            rows, dq, dkv = here.block(block, moving), away, stay
+            segments = [self.tile.segment(*own, *self.plan.row_intervals(self.rank, own[0].device)[block])]
+        else:
+            rows, dq, dkv = own, stay, away
+            segments = self._segments(here, moving, blocks, own[0])
+        q, dout, lse, delta = rows
+        into_dq, into_dkv = dq and dq.into[0][0], dkv and dkv.into
+        add_dq, add_dkv = (room is None or room.add for room in (dq, dkv))
+        self.tile.backward(dout, q, segments, lse, delta, self.scale, into_dq, into_dkv, add=add_dkv, add_dq=add_dq)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -141,40 +147,59 @@ class Ring:
             raise
 
 
+class _Side(NamedTuple):
+    """This rank's rows, or its keys: what the tile needs of them in backward, and which have gradients, made in which dtype."""
+
+    parts: Parts
+    leaves: Parts
+    dtype: torch.dtype
+
+    def room(self) -> Parts:
+        """For the gradients."""
+        return tuple(torch.empty(x.shape, dtype=self.dtype, device=x.device) for x in self.leaves)
+
+
+class _Rooms(NamedTuple):
+    """Where gradients of blocks go, and whether they are added to what is there."""
+
+    into: list[Parts]
+    add: bool
+
+
 class _Held:
-    """What a rank has of others during a pass: blocks, partial dK/dV (in backward), and transfers under way."""
+    """What a rank has of others during a pass: blocks, partial gradients (in backward), and transfers under way."""
 
     def __init__(
         self,
         transport: Transport | None,
         rank: int,
-        held: dict[int, Pair],
-        partial: dict[int, Pair] | None,
+        held: dict[int, Parts],
+        partial: dict[int, Parts] | None,
         shapes: Shapes,
-        grads: torch.dtype | None,
+        grads: torch.dtype,
     ) -> None:
         self._transport, self._rank, self._held, self._partial, self._shapes = transport, rank, held, partial, shapes
-        self._grads_dtype = grads  # of the own block; None: that of k and v
+        self._grads_dtype = grads  # of the own block
         self._flying = deque[Moving]()
 
     @property
-    def grads(self) -> dict[int, Pair]:
-        """The dK and dV that are here, by block."""
+    def grads(self) -> dict[int, Parts]:
+        """The gradients that are here, by block."""
         assert self._partial is not None
         return self._partial
 
-    def block(self, block: int, moving: Moving) -> Pair:
-        """K and V of a block that is here or arrives meanwhile."""
+    def block(self, block: int, moving: Moving) -> Parts:
+        """A block that is here or arrives meanwhile."""
         return moving.blocks[block] if block in moving.blocks else self._held[block]
 
-    def rooms(self, blocks: tuple[int, ...]) -> tuple[list[Pair], bool]:
-        """(where the dK and dV of the blocks go, whether they are added to what is there)."""
+    def rooms(self, blocks: tuple[int, ...]) -> _Rooms:
+        """For the gradients of the blocks."""
         add = blocks[0] in self.grads
         for block in blocks:
             if block not in self.grads:
                 away = self._transport if block != self._rank else None
                 self.grads[block] = away.room(block, self._shapes) if away else self._shapes.empty(block, self._grads_dtype)
-        return [self.grads[block] for block in blocks], add
+        return _Rooms([self.grads[block] for block in blocks], add)
 
     def post(self, turn: Turn) -> Moving:
         """Start a turn's transfers; outer ones, which land in a later turn, join those in flight."""
@@ -187,7 +212,7 @@ class _Held:
         return self._transport.move(hops, self._held, self._partial, shapes=self._shapes, outer=outer)
 
     def land(self, moving: Moving, turn: Turn) -> None:
-        """End a turn: take over what arrived, add partial dK/dV to what is here, drop blocks that have no more use."""
+        """End a turn: take over what arrived, add partial gradients to what is here, drop blocks that have no more use."""
         for arrived in [moving, *(self._flying.popleft() for _ in range(turn.lands))]:
             arrived.pending.wait()
             self._held.update(arrived.blocks)
@@ -199,7 +224,5 @@ class _Held:
             del self._held[block]
 
 
-def _add(into: Pair | None, grads: Pair) -> Pair:
-    if into is None:
-        return grads
-    return into[0].add_(grads[0]), into[1].add_(grads[1])
+def _add(into: Parts | None, grads: Parts) -> Parts:
+    return grads if into is None else tuple(x.add_(y) for x, y in zip(into, grads, strict=True))

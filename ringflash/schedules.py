@@ -9,6 +9,9 @@
 dK/dV of a block go home along the same lines: rotate carries one partial from rank to rank and adds on the way, direct
 sends each rank's partial straight to the owner, hierarchical adds up a host's partials before they leave it, once. Either
 way every addition has its fixed place: the result is the same bits every time.
+
+Where rows travel in backward, a block is one rank's Q, dO, lse and delta, needed by the ranks whose keys they see, and its dQ
+goes home in place of dK/dV: the same generators, mirrored (chosen_for_rows).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +24,7 @@ Seats = dict[int, int]  # rank -> the block that the other ranks of its host tak
 
 
 class Transfer(NamedTuple):
-    """A block's K and V (or its partial dK and dV) go from one rank to another."""
+    """A block (or its partial gradients) goes from one rank to another."""
 
     block: int
     source: int
@@ -253,6 +256,30 @@ def chosen(schedule: str, needs: Needs, hosts: Hosts) -> Chosen:
         return Chosen(name, why, *map(without_idle, gather(needs)))
     steps = without_idle(FLAT[name](needs) if name in FLAT else hierarchical(needs, hosts))
     return Chosen(name, why, steps, steps)
+
+
+def chosen_for_rows(schedule: str, needs: Needs, hosts: Hosts) -> Chosen:
+    """As chosen, for a backward pass in which rows travel, to the ranks whose keys they see.
+
+    Numbers of ranks are mirrored for the generator, so that rotate moves rows to the rank before: to those whose keys a causal
+    mask lets them see, and no further.
+    """
+    size = len(needs)
+    mirror = [-rank % size for rank in range(size)]
+    sees = tuple(tuple(needs[block][rank] for block in mirror) for rank in mirror)
+    found = chosen(schedule, sees, tuple(hosts[rank] for rank in mirror))
+    return found._replace(forward=(), backward=tuple(_mirrored(step, mirror) for step in found.backward))
+
+
+def _mirrored(step: Step, mirror: list[int]) -> Step:
+    """The step with rank mirror[r] for rank r, and so for blocks."""
+
+    def moved(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        return tuple(Transfer(*(mirror[rank] for rank in x)) for x in transfers)
+
+    attend = tuple(tuple(mirror[block] for block in step.attend[rank]) for rank in mirror)
+    outer = tuple(Outer(moved(o.transfers), moved(o.grads), o.steps) for o in step.outer)
+    return step._replace(attend=attend, transfers=moved(step.transfers), grads=moved(step.grads), outer=outer)
 
 
 def without_idle(steps: Sequence[Step]) -> tuple[Step, ...]:

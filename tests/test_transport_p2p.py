@@ -52,7 +52,7 @@ def move_among_some() -> tuple[float, float] | None:
     if comm.rank == 1:
         return None
     place, other = (0, 1) if comm.rank == 2 else (1, 0)
-    shapes = Shapes(torch.ones(1, 3 + place, 2, 4), torch.ones(1, 3 + place, 2, 5), (3, 4))
+    shapes = Shapes((torch.ones(1, 3 + place, 2, 4), torch.ones(1, 3 + place, 2, 5)), (3, 4))
     held = {place: (shapes.k * (10 + place), shapes.v * (20 + place))}
     partial = {other: tuple(x.fill_(30 + place) for x in shapes.empty(other, torch.float32))}
     hops = Hops(((place, other),), ((other, other),), ((other, other),), ((place, other),), moves=True, grad_moves=True)

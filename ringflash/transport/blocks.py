@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]  # (k, v) of a block, or its (dk, dv)
+Parts = tuple[Tensor, ...]  # what of a block travels together: a Pair; where rows travel (q, dout, lse, delta), or (dq,)
 Hop = tuple[int, int]  # (block, other rank)
 
 
 class Hops(NamedTuple):
     """One rank's part of transfers that set out and land together.
 
-    moves, grad_moves: some rank sends or receives K and V, or dK and dV, so that all ranks take part in what a transport does
+    moves, grad_moves: some rank sends or receives blocks, or gradients, so that all ranks take part in what a transport does
     together.
     """
 
@@ -27,16 +28,30 @@ class Hops(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """This rank's k and v (batch, seqlen_k, nheads_k, headdim | headdim_v), and how many tokens each rank's block has."""
+    """What travels of this rank's block, how many tokens each rank's has, and the first how many tensors have a gradient.
 
-    k: Tensor
-    v: Tensor
+    parts: k and v (batch, seqlen_k, nheads_k, headdim | headdim_v), or, where rows travel, q, dout (batch, seqlen_q, nheads_q,
+    headdim | headdim_v), lse and delta (batch, nheads_q, seqlen_q). Transports that gather take k and v.
+    """
+
+    parts: Parts
     lengths: tuple[int, ...]
+    n_grads: int = 2
 
-    def empty(self, block: int, dtype: torch.dtype | None = None) -> Pair:
-        """Room for a block's K and V, or in float32 for its dK and dV."""
-        k, v = (x.new_empty(size, dtype=dtype) for x, size in zip((self.k, self.v), self._sizes(block), strict=True))
-        return k, v
+    @property
+    def k(self) -> Tensor:
+        """This rank's keys."""
+        return self.parts[0]
+
+    @property
+    def v(self) -> Tensor:
+        """This rank's values."""
+        return self.parts[1]
+
+    def empty(self, block: int, dtype: torch.dtype | None = None) -> Parts:
+        """Room for a block; with a dtype, for its gradients."""
+        parts = self.parts if dtype is None else self.parts[: self.n_grads]
+        return tuple(x.new_empty(_resized(x, self.lengths[block]), dtype=dtype) for x in parts)
 
     @property
     def elements(self) -> int:
@@ -72,7 +87,12 @@ class Shapes(NamedTuple):
         return k, v
 
     def _sizes(self, block: int) -> list[tuple[int, ...]]:
-        return [(x.shape[0], self.lengths[block], *x.shape[2:]) for x in (self.k, self.v)]
+        return [_resized(x, self.lengths[block]) for x in (self.k, self.v)]
+
+
+def _resized(x: Tensor, tokens: int) -> tuple[int, ...]:
+    """The shape with so many tokens: they stand second, in lse and delta last."""
+    return (*x.shape[:2], tokens) if x.ndim == 3 else (x.shape[0], tokens, *x.shape[2:])
 
 
 def _round_up(nbytes: int) -> int:
@@ -109,13 +129,13 @@ class Nothing:
 
 
 class Moving(NamedTuple):
-    """Transfers under way: the blocks and partial dK/dV that arrive, and their end.
+    """Transfers under way: the blocks and partial gradients that arrive, and their end.
 
     ready: of blocks whose heads are counted in as they arrive. Blocks of an early step that have none are there already.
     """
 
-    blocks: dict[int, Pair]
-    grads: list[tuple[int, Pair]]
+    blocks: dict[int, Parts]
+    grads: list[tuple[int, Parts]]
     pending: Pending
     ready: Mapping[int, Ready]
 
@@ -124,16 +144,16 @@ class Transport(Protocol):
     """What moves blocks between the ranks of a ring."""
 
     def move(
-        self, hops: Hops, held: Mapping[int, Pair], partial: dict[int, Pair] | None, /, *, shapes: Shapes, outer: bool = False
+        self, hops: Hops, held: Mapping[int, Parts], partial: dict[int, Parts] | None, /, *, shapes: Shapes, outer: bool = False
     ) -> Moving:
-        """Start all transfers of a step: blocks out of `held`, and in backward dK and dV out of `partial`, which loses them.
+        """Start all transfers of a step: blocks out of `held`, and in backward gradients out of `partial`, which loses them.
 
         outer: they go between hosts and are waited for later than transfers that start after them.
         """
         ...
 
-    def room(self, block: int, shapes: Shapes, /) -> Pair:
-        """Where the partial float32 dK and dV of another rank's block are made, contiguous, before they move."""
+    def room(self, block: int, shapes: Shapes, /) -> Parts:
+        """Where the partial float32 gradients of another rank's block are made, contiguous, before they move."""
         ...
 
     def abandon(self, error: BaseException, /) -> None:

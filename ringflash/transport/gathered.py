@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Shapes
+from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Parts, Shapes
 from ringflash.transport.communicator import Communicator
 
 # Newer torch has them under new names and warns of the old ones.
@@ -26,7 +26,7 @@ class AllGather:
         self._partials: Tensor | None = None  # float32 (size, elements): one row for each block
 
     def move(
-        self, hops: Hops, held: Mapping[int, Pair], partial: dict[int, Pair] | None, *, shapes: Shapes, outer: bool = False
+        self, hops: Hops, held: Mapping[int, Parts], partial: dict[int, Parts] | None, *, shapes: Shapes, outer: bool = False
     ) -> Moving:
         """Bring all blocks, which are there when this returns, or take dK and dV home."""
         assert not outer
@@ -46,7 +46,7 @@ class AllGather:
         """Leave the reason for the ranks that wait."""
         self._comm.leave_word(error)
 
-    def _bring(self, hops: Hops, held: Mapping[int, Pair], shapes: Shapes) -> dict[int, Pair]:
+    def _bring(self, hops: Hops, held: Mapping[int, Parts], shapes: Shapes) -> dict[int, Parts]:
         mine = shapes.k.new_empty(shapes.elements)
         for into, x in zip(shapes.pair(mine, self._comm.rank), held[self._comm.rank], strict=True):
             into.copy_(x)
@@ -55,7 +55,7 @@ class AllGather:
             _ALL_GATHER(rows.view(-1), mine, group=self._comm.group_for(mine.device.type))
         return {block: shapes.pair(rows[self._place(block)], block) for block, _ in hops.recvs}
 
-    def _take_home(self, hops: Hops, partial: dict[int, Pair], shapes: Shapes) -> Moving:
+    def _take_home(self, hops: Hops, partial: dict[int, Parts], shapes: Shapes) -> Moving:
         own = self._comm.rank
         self.room(own, shapes)
         partials, self._partials = self._partials, None
@@ -65,7 +65,7 @@ class AllGather:
         total = partials.new_empty(shapes.elements)
         with self._comm.explained():
             work = _REDUCE_SCATTER(total, partials.view(-1), group=self._comm.group_for(total.device.type), async_op=True)
-        home = [(own, shapes.pair(total, own))] if hops.grad_recvs else []
+        home: list[tuple[int, Parts]] = [(own, shapes.pair(total, own))] if hops.grad_recvs else []
         return Moving({}, home, _Work(work, self._comm, partials), {})
 
     def _place(self, block: int) -> int:

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Ready, Shapes, Shared
+from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Parts, Ready, Shapes, Shared
 from ringflash.transport.communicator import Communicator, ExchangeError
 
 LEAST_PIECE = 2 << 20  # bytes: below this a copy is mostly latency
@@ -101,7 +101,7 @@ class NVLink:
         self._ways: dict[Hashable, _Way] = {}
 
     def move(
-        self, hops: Hops, held: Mapping[int, Pair], partial: dict[int, Pair] | None, *, shapes: Shapes, outer: bool = False
+        self, hops: Hops, held: Mapping[int, Parts], partial: dict[int, Parts] | None, *, shapes: Shapes, outer: bool = False
     ) -> Moving:
         """Bring blocks, whose heads are counted in, or take dK and dV home. Raises ExchangeError where a kernel of an earlier
         call gave up waiting for a block, and RuntimeError where a graph's capture would have to make buffers.
@@ -124,7 +124,7 @@ class NVLink:
         """Leave the reason; the others' meeting ends in the group's timeout."""
         self._comm.leave_word(error)
 
-    def _bring(self, hops: Hops, own: Pair, shapes: Shapes, *, grads: bool) -> Moving:
+    def _bring(self, hops: Hops, own: Parts, shapes: Shapes, *, grads: bool) -> Moving:
         """Publish the own block, and have the others' copied."""
         key = (hops.recvs, shapes.k.shape, shapes.v.shape, shapes.k.dtype, shapes.lengths, grads, self._calls % 2)
         way = self._ways.get(key)
@@ -159,12 +159,12 @@ class NVLink:
             {block: Ready(self._arrived[block : block + 1], self._late[block : block + 1]) for block in here},
         )
 
-    def _take_home(self, hops: Hops, partial: dict[int, Pair], shapes: Shapes) -> Moving:
+    def _take_home(self, hops: Hops, partial: dict[int, Parts], shapes: Shapes) -> Moving:
         """Have copied what other ranks made for the own block,."""
         assert self._partials is not None
         for block, _ in hops.grad_sends:
             del partial[block]
-        grads: list[tuple[int, Pair]] = []
+        grads: list[tuple[int, Parts]] = []
         with self._link.aside():
             self._link.meet(_GRADS)
             for block, rank in hops.grad_recvs:

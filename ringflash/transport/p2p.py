@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Shapes
+from ringflash.transport.blocks import Hops, Moving, Nothing, Parts, Shapes
 from ringflash.transport.communicator import Communicator, ExchangeError
 
 __all__ = ["P2P", "ExchangeError", "Pending"]
@@ -59,21 +59,21 @@ class P2P:
         self._ranks = comm.ranks if among is None else tuple(comm.ranks[place] for place in among)
 
     def move(
-        self, hops: Hops, held: Mapping[int, Pair], partial: dict[int, Pair] | None, *, shapes: Shapes, outer: bool = False
+        self, hops: Hops, held: Mapping[int, Parts], partial: dict[int, Parts] | None, *, shapes: Shapes, outer: bool = False
     ) -> Moving:
-        """K and V, and in backward dK and dV, in one batch; see exchange."""
+        """Blocks, and in backward their gradients, in one batch; see exchange."""
         blocks = {block: shapes.empty(block) for block, _ in hops.recvs}
         sends = [(x, to) for block, to in hops.sends for x in held[block]]
         recvs = [(x, source) for block, source in hops.recvs for x in blocks[block]]
-        grads: list[tuple[int, Pair]] = []
+        grads: list[tuple[int, Parts]] = []
         if partial is not None:
             grads = [(block, shapes.empty(block, torch.float32)) for block, _ in hops.grad_recvs]
             sends += [(x, to) for block, to in hops.grad_sends for x in partial.pop(block)]
-            recvs += [(x, source) for (_, source), (_, pair) in zip(hops.grad_recvs, grads, strict=True) for x in pair]
+            recvs += [(x, source) for (_, source), (_, parts) in zip(hops.grad_recvs, grads, strict=True) for x in parts]
         pending = self.exchange(sends, recvs, outer=outer) if sends or recvs else Nothing()
         return Moving(blocks, grads, pending, {})
 
-    def room(self, block: int, shapes: Shapes) -> Pair:
+    def room(self, block: int, shapes: Shapes) -> Parts:
         """New memory."""
         return shapes.empty(block, torch.float32)
 
