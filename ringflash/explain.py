@@ -11,7 +11,7 @@ from ringflash.heads import inner_plan
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
-from ringflash.plan import Plan
+from ringflash.plan import Course, Plan, TokenBytes, Traffic
 from ringflash.schedules import Transfer
 from ringflash.shares import Share, are_shared, shares
 from ringflash.steps import StepReport, in_bytes, links, reports, shortened, table, timed
@@ -60,7 +60,9 @@ class Explanation:
     pairs_per_rank: visible pairs per head; heads_per_rank: query heads that each rank attends. heads: where ranks exchange
     sequence for heads, how; steps are then those of the ring around the exchange, whose blocks are counted by mesh row.
     border_bytes: K and V of all ranks that cross host borders, in forward and again in backward; grad_border_bytes: what
-    backward moves across them besides, as float32 dK and dV.
+    backward moves across them besides, as float32 dK and dV; all that it moves across them where rows travel.
+    rows: whether in backward rows travel, and dQ, in place of keys, and dK and dV. traffic: bytes that all ranks send in
+    backward if keys travel, and if rows do; None where keys do without counting (gathered keys, an exchange of heads).
     """
 
     rank: int
@@ -81,6 +83,8 @@ class Explanation:
     grad_border_bytes: int
     links: tuple[tuple[int, int, int], ...] = ()
     heads: HeadsReport | None = None
+    rows: bool = False
+    traffic: Traffic | None = None
 
     @property
     def imbalance(self) -> float:
@@ -97,6 +101,7 @@ class Explanation:
             f"transport  {self.transport}",
             *(self.heads.lines() if self.heads else []),
             f"schedule   {self.schedule}",
+            *self._backward(),
             f"work       {flops}FLOP forward on this rank; busiest rank {self.imbalance:.3f} x the mean",
             f"buffers    {in_bytes(self.buffer_bytes)} for blocks of others",
             *self._borders(),
@@ -105,11 +110,19 @@ class Explanation:
         ]
         return "\n".join([*lines, *(table(self.backward_steps, "back") if self.backward_steps else ())])
 
+    def _backward(self) -> list[str]:
+        """What travels in backward, where anything does."""
+        if self.traffic is None or not any(self.traffic):
+            return []
+        keys, rows = map(in_bytes, self.traffic)
+        told = f"{rows} of rows and dQ travel; keys, dK and dV would be {keys}"
+        return [f"backward   {told if self.rows else f'{keys} of keys, dK and dV travel; rows and dQ would be {rows}'}"]
+
     def _borders(self) -> list[str]:
         """What crosses host borders, where there are any."""
         if len(set(self.hosts)) == 1:
             return []
-        home = f"in backward {in_bytes(self.grad_border_bytes)} of dK and dV besides"
+        home = f"in backward {in_bytes(self.grad_border_bytes)} of {'rows and dQ' if self.rows else 'dK and dV besides'}"
         return [f"hosts      {len(set(self.hosts))}; {in_bytes(self.border_bytes)} of K and V cross their borders, {home}"]
 
     def _links(self) -> list[str]:
@@ -153,7 +166,7 @@ def explain(
     places, n = checks.hosts(hosts, size), checks.heads_ranks(options.transport, checks.mesh(mesh, size))
     facts = Facts.of(k, v, call.kv_layout.lengths, hosts=places, shares_memory=len(set(places)) == 1, heads=n)
     found = route(options, facts._replace(device="cuda") if k.device.type == "meta" else facts)
-    report = _report(_Place(call, found, places, rank), (q, k, v))
+    report = _report(_Place(call, found, places, rank, TokenBytes.of(q, v)), (q, k, v))
     gathers = size > 1 and found.schedule == "gather"
     return replace(report, buffer_bytes=facts.buffer_bytes) if gathers else report
 
@@ -166,6 +179,7 @@ class _Place:
     found: Route
     hosts: tuple[int, ...]
     rank: int
+    token: TokenBytes
 
     @property
     def n(self) -> int:
@@ -173,8 +187,8 @@ class _Place:
 
     def plan(self, column: int) -> Plan:
         """The plan of the ring of one mesh column."""
-        x, schedule = self.call, self.found.schedule
-        return inner_plan(x.layout, x.mask, x.kv_layout, size=self.n, rank=column, schedule=schedule, hosts=self.hosts)
+        x, how = self.call, {"schedule": self.found.schedule, "hosts": self.hosts, "token": self.token}
+        return inner_plan(x.layout, x.mask, x.kv_layout, size=self.n, rank=column, **how)
 
 
 def _report(place: _Place, qkv: tuple[Tensor, Tensor, Tensor]) -> Explanation:
@@ -185,16 +199,16 @@ def _report(place: _Place, qkv: tuple[Tensor, Tensor, Tensor]) -> Explanation:
     plans, per_tokens = [place.plan(i) for i in range(n)], [_per_token(share, k, v) for share in every]
     plan, per_token = plans[column], per_tokens[column]
     nbytes = {"per_token": per_token * k.element_size(), "grads_per_token": per_token * 4}
+    of_rows = {"per_token": q.shape[0] * place.token.rows, "grads_per_token": q.shape[0] * place.token.dq}
+    back_bytes = of_rows if plan.backward.rows else nbytes
     work = [plan.work(r) for r in range(plan.size)]
     pairs, rows = int(work[row].sum()), len(plan.rows)
-    crossing, partials = (
-        sum(tokens * each for tokens, each in zip(moved, per_tokens, strict=True))
-        for moved in zip(*map(_crossing, plans), strict=True)
-    )
+    crossing = sum(_crossing(p, p.forward, each * k.element_size(), 0) for p, each in zip(plans, per_tokens, strict=True))
+    partials = sum(_crossing(p, p.backward, 0, each * 4) for p, each in zip(plans, per_tokens, strict=True))
     kernel, flops = _kernel(q, v, call.options), 2 * q.shape[0] * len(every[column].q) * (q.shape[3] + v.shape[3])
     steps, back = (
         tuple(timed(step, kernel, place.found.transport, flops=flops * step.pairs, away=away) for step, away in made)
-        for made in (reports(plan, course, row, **nbytes) for course in (plan.forward, plan.backward))
+        for made in (reports(plan, plan.forward, row, **nbytes), reports(plan, plan.backward, row, **back_bytes))
     )
     return Explanation(
         rank=place.rank,
@@ -209,12 +223,17 @@ def _report(place: _Place, qkv: tuple[Tensor, Tensor, Tensor]) -> Explanation:
         pairs_per_rank=tuple(int(w.sum()) // rows for w in work for _ in range(n)),
         heads_per_rank=tuple(len(share.q) for share in every) * plan.size,
         flops=flops * pairs // rows,
-        buffer_bytes=_most_held(plan, row) * per_token * k.element_size(),
+        buffer_bytes=max(
+            _most_held(plan, plan.forward, row) * nbytes["per_token"],
+            _most_held(plan, plan.backward, row) * back_bytes["per_token"],
+        ),
         hosts=place.hosts,
-        border_bytes=crossing * k.element_size(),
-        grad_border_bytes=partials * 4,
-        links=links(plan, row, **nbytes),
+        border_bytes=crossing,
+        grad_border_bytes=_crossing(plan, plan.backward, *of_rows.values()) if plan.backward.rows else partials,
+        links=links(plan, row, **nbytes, rows=(of_rows["per_token"], of_rows["grads_per_token"])),
         heads=_heads(place, every, qkv) if n > 1 else None,
+        rows=plan.backward.rows,
+        traffic=plan.traffic and Traffic(*(q.shape[0] * nbytes for nbytes in plan.traffic)),
     )
 
 
@@ -267,14 +286,14 @@ def _exchanged(place: _Place, every: Sequence[Share], qkv: tuple[Tensor, Tensor,
     return q.shape[0] * forward, q.shape[0] * (inputs + rows + k_back * (headdim + headdim_v) * grads)
 
 
-def _crossing(plan: Plan) -> tuple[int, int]:
-    """Tokens whose K and V, and whose partial dK and dV, cross host borders."""
-    hosts, lengths = plan.hosts, plan.kv_layout.lengths
+def _crossing(plan: Plan, course: Course, per_token: int, grads_per_token: int) -> int:
+    """Bytes of a course's blocks and partial gradients that cross host borders."""
+    hosts, lengths = plan.hosts, plan.lengths(course)
 
     def tokens(moves: Iterable[tuple[Transfer, int]]) -> int:
         return sum(lengths[x.block] for x, _ in moves if hosts[x.source] != hosts[x.target])
 
-    return sum(tokens(step.blocks) for step in plan.forward.steps), sum(tokens(step.partials) for step in plan.backward.steps)
+    return sum(per_token * tokens(step.blocks) + grads_per_token * tokens(step.partials) for step in course.steps)
 
 
 def _kernel(q: Tensor, v: Tensor, options: Options) -> str:
@@ -288,12 +307,12 @@ def _kernel(q: Tensor, v: Tensor, options: Options) -> str:
     return f"{tile.name} ({tile.why}; meta tensors: as on an sm_90 GPU)"
 
 
-def _most_held(plan: Plan, rank: int) -> int:
-    """The most tokens of other ranks' keys that a rank holds at a time."""
+def _most_held(plan: Plan, course: Course, rank: int) -> int:
+    """The most tokens of other ranks' blocks that a rank holds at a time."""
     held: set[int] = set()
-    most = 0
-    for turn in plan.forward.turns[rank]:
+    most, lengths = 0, plan.lengths(course)
+    for turn in course.turns[rank]:
         held |= {block for block, _ in turn.departing.recvs}
-        most = max(most, sum(plan.kv_layout.lengths[block] for block in held))
+        most = max(most, sum(lengths[block] for block in held))
         held -= set(turn.drop)
     return most

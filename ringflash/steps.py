@@ -11,8 +11,9 @@ from ringflash.plan import Course, Plan, Turn
 class StepReport:
     """One step of one rank: the blocks attended, their visible pairs per head, and bytes that set out meanwhile and come in.
 
-    grad_bytes_*: what backward sends and receives in that step besides, as float32 dK and dV. forward_ms, backward_ms: about
-    how long the step takes, attending and moving side by side; None for kernels without figures (rates.py).
+    Blocks are of keys; of a backward pass in which rows travel, of rows. grad_bytes_*: what backward sends and receives in that
+    step besides, as float32 dK and dV, or dQ. forward_ms, backward_ms: about how long the step takes, attending and moving
+    side by side; None for kernels without figures (rates.py).
     """
 
     attends: tuple[int, ...]
@@ -28,12 +29,13 @@ class StepReport:
 def reports(plan: Plan, course: Course, rank: int, *, per_token: int, grads_per_token: int) -> list[tuple[StepReport, bool]]:
     """A rank's steps of a pass, each with whether something of it crosses host borders.
 
-    per_token: bytes of K and V; grads_per_token: of float32 dK and dV.
+    per_token: bytes of what travels of a token; grads_per_token: of its float32 gradients.
     """
-    work, rows = plan.work(rank), len(plan.rows)
+    lengths, rows = plan.lengths(course), len(plan.rows)
+    work = [plan.work(block)[rank] for block in range(plan.size)] if course.rows else plan.work(rank)
 
     def moved(hops: tuple[tuple[int, int], ...], nbytes: int) -> int:
-        return sum(plan.kv_layout.lengths[block] * nbytes for block, _ in hops)
+        return sum(lengths[block] * nbytes for block, _ in hops)
 
     def away(turn: Turn) -> bool:
         return any(plan.hosts[other] != plan.hosts[rank] for hops in turn.departing[:4] for _, other in hops)
@@ -64,14 +66,21 @@ def timed(step: StepReport, kernel: str, transport: str, *, flops: int, away: bo
     return replace(step, forward_ms=max(forward, moves[0]), backward_ms=max(backward, moves[1]))
 
 
-def links(plan: Plan, rank: int, *, per_token: int, grads_per_token: int) -> tuple[tuple[int, int, int], ...]:
-    """(other rank, bytes sent to it in forward, in backward); per_token as in reports."""
+def links(
+    plan: Plan, rank: int, *, per_token: int, grads_per_token: int, rows: tuple[int, int] = (0, 0)
+) -> tuple[tuple[int, int, int], ...]:
+    """(other rank, bytes sent to it in forward, in backward).
+
+    per_token, grads_per_token: of keys, as in reports; rows: the same two of rows.
+    """
     sent: dict[int, list[int]] = {}
-    for course, backward in ((plan.forward, False), (plan.backward, True)):
+    home = rows if plan.backward.rows else (per_token, grads_per_token)
+    for course, backward, nbytes in ((plan.forward, 0, (per_token, 0)), (plan.backward, 1, home)):
+        lengths = plan.lengths(course)
         for hops in (turn.departing for turn in course.turns[rank]):
-            for moves, each in ((hops.sends, per_token), (hops.grad_sends if backward else (), grads_per_token)):
+            for moves, each in zip((hops.sends, hops.grad_sends if backward else ()), nbytes, strict=True):
                 for block, to in moves:
-                    sent.setdefault(to, [0, 0])[backward] += plan.kv_layout.lengths[block] * each
+                    sent.setdefault(to, [0, 0])[backward] += lengths[block] * each
     return tuple((to, there, back) for to, (there, back) in sorted(sent.items()))
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
 from ringflash.autograd import attend
-from ringflash.plan import make_plan
+from ringflash.plan import Plan, TokenBytes, make_plan
 from ringflash.ring import Ring
 from ringflash.tile import pick
 from ringflash.transport import communicator
@@ -268,11 +268,17 @@ class _ThreadLink:
         return torch.zeros(size, dtype=torch.int32)
 
 
+def plan_of(case: Case, size: int) -> Plan:
+    """The plan of a ring that counts what backward moves, as a call does."""
+    layout, kv_layout = case.layouts(size)
+    (q, _, v), _ = case.inputs()
+    schedule = "gather" if case.transport == "nvlink" else case.schedule
+    return make_plan(layout, case.mask, kv_layout, schedule=schedule, hosts=case.hosts, token=TokenBytes.of(q, v))
+
+
 def run_threads(case: Case, size: int) -> list[Results]:
     """The case on a ring of `size` threads of this process: each rank's shards."""
-    layout, kv_layout = case.layouts(size)
-    gathers = case.transport == "nvlink"
-    plan = make_plan(layout, case.mask, kv_layout, schedule="gather" if gathers else case.schedule, hosts=case.hosts)
+    gathers, plan = case.transport == "nvlink", plan_of(case, size)
     boxes = {(a, b, outer): queue.Queue() for a in range(size) for b in range(size) for outer in (False, True)}
     shared = Threads(size)
     (q, _, v), _ = case.inputs()

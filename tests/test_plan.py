@@ -14,10 +14,11 @@ from ring_cases import LAYOUTS, make_layout
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringflash as rf
-from ringflash.plan import Course, Plan, make_plan
+from ringflash.plan import Course, Plan, TokenBytes, make_plan
 from ringflash.schedules import SCHEDULES, Transfer
 
 CPU = torch.device("cpu")
+ROWS = TokenBytes(keys=10**6, dkv=10**6, rows=1, dq=1)  # rows travel where anything does
 
 
 @st.composite
@@ -40,7 +41,12 @@ def masks(draw: st.DrawFn, seqlen: int) -> rf.Mask:
 
 
 @st.composite
-def plans(draw: st.DrawFn, size: int = 6, schedules: Sequence[str] = (*SCHEDULES, "auto")) -> Plan:
+def plans(
+    draw: st.DrawFn,
+    size: int = 6,
+    schedules: Sequence[str] = (*SCHEDULES, "auto"),
+    tokens: Sequence[TokenBytes | None] = (None,),
+) -> Plan:
     """Queries anywhere among the keys, laid out alike or otherwise. size: of the largest ring."""
     size, seqlen_k = draw(st.integers(1, size)), draw(st.integers(0, 40))
     seqlen = seqlen_k if draw(st.booleans()) else draw(st.integers(0, seqlen_k))
@@ -50,7 +56,13 @@ def plans(draw: st.DrawFn, size: int = 6, schedules: Sequence[str] = (*SCHEDULES
     same = seqlen == seqlen_k and draw(st.booleans())
     kv_layout = None if same else _layout(draw(st.sampled_from(LAYOUTS)), seqlen_k, size, mask)
     hosts = tuple(draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)))
-    return make_plan(layout, mask, kv_layout, schedule=draw(st.sampled_from(schedules)), hosts=hosts)
+    schedule, token = draw(st.sampled_from(schedules)), draw(st.sampled_from(tokens))
+    return make_plan(layout, mask, kv_layout, schedule=schedule, hosts=hosts, token=token)
+
+
+def either(**options: Any) -> st.SearchStrategy[Plan]:
+    """Plans in whose backward pass keys travel, and such in which rows do."""
+    return plans(tokens=(None, ROWS), **options)
 
 
 def _layout(name: str, seqlen: int, size: int, mask: rf.Mask) -> rf.Layout:
@@ -81,13 +93,14 @@ def attended(plan: Plan, course: Course) -> torch.Tensor:
     for step, landing in zip(course.steps, arrivals(course, "blocks"), strict=True):
         for rank, block in ((rank, block) for rank, blocks in enumerate(step.attend) for block in blocks):
             assert block in held[rank] or (step.early and Transfer(block, block, rank) in step.transfers)
-            begin, end = plan.intervals(rank, CPU)[block]
-            keys = plan.kv_layout.positions(block)
+            begin, end = (plan.row_intervals if course.rows else plan.intervals)(rank, CPU)[block]
+            rows_of, keys_of = (block, rank) if course.rows else (rank, block)
+            keys = plan.kv_layout.positions(keys_of)
             index = torch.arange(len(keys))
             assert bool(((begin >= 0) & (begin <= end) & (end <= len(keys))).all())
             assert bool(((begin.diff() >= 0) & (end.diff() >= 0)).all())
             sees = (index >= begin[..., None]) & (index < end[..., None])
-            queries = plan.layout.positions(rank) - plan.layout.offset
+            queries = plan.layout.positions(rows_of) - plan.layout.offset
             done[:, queries[:, None], keys[None, :]] += sees.byte()
         for (block, source, target), _ in step.blocks:
             assert block in held[source], "sent by a rank that does not hold it"
@@ -99,7 +112,7 @@ def attended(plan: Plan, course: Course) -> torch.Tensor:
     return done
 
 
-@given(plans())
+@given(either())
 def test_every_visible_pair_once_and_no_other(plan: Plan) -> None:
     assert torch.equal(attended(plan, plan.forward), seen(plan))
     assert plan.backward is plan.forward or torch.equal(attended(plan, plan.backward), seen(plan))
@@ -137,9 +150,9 @@ def test_one_late_row_decides_what_is_needed(last: int) -> None:
     assert plan.needs.tolist() == [[True, changed[0]], [changed[1], True]]
 
 
-@given(plans())
+@given(either())
 def test_partial_gradients_travel_as_one_and_come_home_whole(plan: Plan) -> None:
-    # partial[rank][block]: whose contributions to the block's dK/dV lie on the rank
+    # partial[rank][block]: whose contributions to the block's dK/dV, or its dQ, lie on the rank
     partial: list[dict[int, list[int]]] = [{} for _ in range(plan.size)]
     moving: dict[tuple[Transfer, int], list[int]] = {}
     for t, (step, landing) in enumerate(zip(plan.backward.steps, arrivals(plan.backward, "partials"), strict=True)):
@@ -149,16 +162,17 @@ def test_partial_gradients_travel_as_one_and_come_home_whole(plan: Plan) -> None
                 partial[rank].setdefault(block, []).append(rank)
         for x, begin in landing:
             partial[x.target].setdefault(x.block, []).extend(moving.pop((x, begin)))
-        if plan.schedule == "rotate":  # one partial per block, besides the owner's own share
+        if plan.schedule == "rotate" and not plan.backward.rows:  # one partial per block, besides the owner's own share
             away = [block for rank, blocks in enumerate(partial) for block in blocks if block != rank]
             assert len(away) == len(set(away))
     assert not moving
     for rank, blocks in enumerate(partial):
         assert list(blocks) == [rank]
-        assert sorted(blocks[rank]) == sorted({rank, *(r for r in range(plan.size) if plan.needs[r, rank])})
+        needs = plan.needs.T if plan.backward.rows else plan.needs
+        assert sorted(blocks[rank]) == sorted({rank, *(r for r in range(plan.size) if needs[r, rank])})
 
 
-@given(plans())
+@given(either())
 def test_turns_are_the_steps_and_both_ends_of_each_hop_agree(plan: Plan) -> None:
     for course in (plan.forward, plan.backward):
         for t, step in enumerate(course.steps):
@@ -181,10 +195,10 @@ def _same_hops(transfers: Sequence[Transfer], grads: Sequence[Transfer], parts: 
             assert mine == [b for b, source in getattr(parts[x.target], recvs) if source == x.source]
 
 
-@given(plans())
+@given(either())
 def test_outer_transfers_land_in_the_order_in_which_they_set_out(plan: Plan) -> None:
-    ends = [[(t + o.steps - 1, o) for o in step.outer] for t, step in enumerate(plan.forward.steps)]
-    for rank, turns in enumerate(plan.forward.turns):
+    ends = [[(t + o.steps - 1, o) for o in step.outer] for t, step in enumerate(plan.backward.steps)]
+    for rank, turns in enumerate(plan.backward.turns):
         flying: list[int] = []
         for t, turn in enumerate(turns):
             mine = [end for end, o in ends[t] if any(rank in (x.source, x.target) for x in (*o.transfers, *o.grads))]
@@ -195,11 +209,12 @@ def test_outer_transfers_land_in_the_order_in_which_they_set_out(plan: Plan) -> 
         assert not flying
 
 
-@given(plans())
-def test_blocks_are_dropped_after_their_last_use_and_never_pile_up(plan: Plan) -> None:
+@given(either(), st.booleans())
+def test_blocks_are_dropped_after_their_last_use_and_never_pile_up(plan: Plan, backward: bool) -> None:
     most = {"hierarchical": 4, "gather": plan.size - 1}.get(plan.schedule, 2)  # one attended, one arriving; two that lie there
-    landing = arrivals(plan.forward, "blocks")
-    for rank, turns in enumerate(plan.forward.turns):
+    course = plan.backward if backward and plan.backward.rows else plan.forward
+    landing = arrivals(course, "blocks")
+    for rank, turns in enumerate(course.turns):
         held: set[int] = set()
         sending = {
             (x.block, s) for t, xs in enumerate(landing) for x, begin in xs if x.source == rank for s in range(begin, t + 1)
@@ -220,11 +235,11 @@ def test_blocks_are_dropped_after_their_last_use_and_never_pile_up(plan: Plan) -
         assert turns[0].attend[0] == rank
 
 
-@given(plans(size=8, schedules=("hierarchical",)))
+@given(either(size=8, schedules=("hierarchical",)))
 def test_partial_gradients_of_the_hierarchical_schedule_never_pile_up(plan: Plan) -> None:
     """Blocks of float32 dK/dV on a rank, leaving and arriving ones and its own among them: schedules.py says which."""
-    landing = arrivals(plan.forward, "partials")
-    for rank, turns in enumerate(plan.forward.turns):
+    landing = arrivals(plan.backward, "partials")
+    for rank, turns in enumerate(plan.backward.turns):
         here, under_way = {rank}, 0
         for turn, landed in zip(turns, landing, strict=True):
             hops = turn.departing
@@ -235,6 +250,39 @@ def test_partial_gradients_of_the_hierarchical_schedule_never_pile_up(plan: Plan
             here |= {x.block for x, _ in landed if x.target == rank}
             under_way -= sum((x.source == rank) + (x.target == rank) for x, _ in landed)
         assert (here, under_way) == ({rank}, 0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows"), [((1, 1), True), ((32, 32), True), ((4, 3), True), ((3, 2), False), ((32, 8), False), ((4, 1), False)]
+)
+def test_rows_travel_where_that_is_fewer_bytes(heads: tuple[int, int], rows: bool) -> None:
+    q, v = (torch.empty(1, 0, n, 128, dtype=torch.bfloat16) for n in heads)
+    token = TokenBytes.of(q, v)
+    assert token == (heads[1] * 512, heads[1] * 1024, heads[0] * (512 + 8), heads[0] * 512)
+    for schedule in ("rotate", "direct", "auto"):
+        plan = make_plan(rf.layouts.zigzag(64, 4), rf.Mask(causal=True), schedule=schedule, token=token)
+        assert plan.traffic == (12 * 16 * sum(token[:2]), 12 * 16 * sum(token[2:]))
+        assert plan.backward.rows == rows
+        assert (plan.backward is plan.forward) == (not rows)
+
+
+def test_what_is_counted_are_tokens_of_rows_and_of_keys() -> None:
+    """A few queries at the end of many keys, heads that would have keys travel; and no token where nothing is counted."""
+    layout, kv_layout, token = rf.layouts.zigzag(8, 4).shift(992), rf.layouts.zigzag(1000, 4), TokenBytes(10, 20, 50, 50)
+    plan = make_plan(layout, rf.Mask(causal=True), kv_layout, token=token)
+    assert plan.backward.rows
+    assert plan.traffic == (3 * 1000 * 30, 3 * 8 * 100)
+    assert make_plan(layout, rf.Mask(causal=True), kv_layout).traffic is None
+    assert not make_plan(layout, rf.Mask(causal=True), kv_layout, schedule="gather", token=token).backward.rows
+
+
+def test_rotate_moves_rows_to_the_rank_before_and_stops_as_early_as_keys() -> None:
+    plan = make_plan(rf.layouts.contiguous(32, 4), rf.Mask(causal=True), schedule="rotate", token=ROWS)
+    moves = [x for step in plan.backward.steps for x in step.transfers]
+    assert plan.backward.rows
+    assert all(x.target == (x.source - 1) % 4 for x in moves)
+    assert len(moves) == sum(len(step.transfers) for step in plan.forward.steps) == 6
+    assert not any(step.grads for step in plan.forward.steps)
 
 
 def test_plans_are_cached_by_value() -> None:

@@ -292,11 +292,13 @@ class Alive:
         return made
 
 
-def most_blocks(schedule: str, fused: bool, hosts: tuple[int, ...]) -> dict[str, int]:
-    """The most K/V blocks of others, and float32 dK/dV blocks, that one rank holds at a time in forward and backward."""
+def most_blocks(schedule: str, fused: bool, hosts: tuple[int, ...], nheads_k: int = 2) -> dict[str, int]:
+    """The most K/V blocks of others, and float32 dK/dV blocks, that one rank holds at a time in forward and backward; with as
+    many key heads as query heads, 4, of rows and dQ."""
     cp = rf.ContextParallel(group_on(hosts), options=rf.Options(schedule=schedule))
     batch, alive = cp.batch(8 * cp.size), Alive()
-    q, k, v = (torch.randn(1, batch.layout.lengths[cp.rank], 2, 8).bfloat16().requires_grad_() for _ in range(3))
+    heads = (4, nheads_k, nheads_k)
+    q, k, v = (torch.randn(1, batch.layout.lengths[cp.rank], n, 8).bfloat16().requires_grad_() for n in heads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Shapes, "empty", alive.watch(Shapes.empty))
         patch.setattr(api, "pick", lambda *args, **options: pick(*args, **options)._replace(fused_backward=fused))
