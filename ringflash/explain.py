@@ -61,8 +61,8 @@ class Explanation:
     sequence for heads, how; steps are then those of the ring around the exchange, whose blocks are counted by mesh row.
     border_bytes: K and V of all ranks that cross host borders, in forward and again in backward; grad_border_bytes: what
     backward moves across them besides, as float32 dK and dV; all that it moves across them where rows travel.
-    rows: whether in backward rows travel, and dQ, in place of keys, and dK and dV. traffic: bytes that all ranks send in
-    backward if keys travel, and if rows do; None where keys do without counting (gathered keys, an exchange of heads).
+    rows: whether in backward rows travel, and dQ, in place of keys, and dK and dV. traffic: why, in bytes of all ranks; None
+    where keys do without counting (gathered keys, an exchange of heads).
     """
 
     rank: int
@@ -112,11 +112,13 @@ class Explanation:
 
     def _backward(self) -> list[str]:
         """What travels in backward, where anything does."""
-        if self.traffic is None or not any(self.traffic):
+        if self.traffic is None or not any(self.traffic[:2]):
             return []
-        keys, rows = map(in_bytes, self.traffic)
-        told = f"{rows} of rows and dQ travel; keys, dK and dV would be {keys}"
-        return [f"backward   {told if self.rows else f'{keys} of keys, dK and dV travel; rows and dQ would be {rows}'}"]
+        keys, rows = map(in_bytes, self.traffic[:2])
+        if self.rows:
+            return [f"backward   {rows} of rows and dQ travel; keys, dK and dV would be {keys}"]
+        busier = f" but {self.traffic.work:.2f} x the work of the busiest rank" if self.traffic.rows < self.traffic.keys else ""
+        return [f"backward   {keys} of keys, dK and dV travel; rows and dQ would be {rows}{busier}"]
 
     def _borders(self) -> list[str]:
         """What crosses host borders, where there are any."""
@@ -233,7 +235,7 @@ def _report(place: _Place, qkv: tuple[Tensor, Tensor, Tensor]) -> Explanation:
         links=links(plan, row, **nbytes, rows=(of_rows["per_token"], of_rows["grads_per_token"])),
         heads=_heads(place, every, qkv) if n > 1 else None,
         rows=plan.backward.rows,
-        traffic=plan.traffic and Traffic(*(q.shape[0] * nbytes for nbytes in plan.traffic)),
+        traffic=plan.traffic and plan.traffic.of(q.shape[0]),
     )
 
 

@@ -14,6 +14,7 @@ from ringflash.layout import Runs
 from ringflash.mask import Pieces
 
 Array = np.ndarray
+SAMPLED = 512  # rows
 
 
 class RowPieces(NamedTuple):
@@ -120,6 +121,21 @@ def visible_pairs(rows: Sequence[RowPieces], keys: KeyTable, size: int) -> Array
     begin, end = np.concatenate([r.begin for r in each]), np.concatenate([r.end for r in each])
     blocks = np.arange(size)[:, None]
     return np.array([(keys.index(w, end) - keys.index(w, begin)).sum() for w in blocks])
+
+
+def about_pairs(rows: Sequence[RowPieces], keys: KeyTable, size: int) -> Array:
+    """float (size, size): visible pairs of each rank's rows with each block, about: from rows at even distances."""
+    pairs = np.zeros((size, size))
+    for each in (r for r in rows if len(r.n)):
+        last = np.cumsum(each.n)
+        at = (2 * np.arange(SAMPLED) + 1) * last[-1] // (2 * SAMPLED)
+        piece = np.searchsorted(last, at, side="right")
+        i = at - (last - each.n)[piece]
+        begin, end = (x[piece] + i * step[piece] for x, step in ((each.begin, each.begin_step), (each.end, each.end_step)))
+        blocks = np.arange(size)[:, None]
+        seen = keys.index(blocks, end) - keys.index(blocks, begin)
+        np.add.at(pairs, each.rank[piece], seen.T * (last[-1] / SAMPLED))
+    return pairs
 
 
 def local_intervals(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringflash.intervals import KeyTable, RowPieces, local_intervals, needed_blocks, row_pieces, visible_pairs
+from ringflash.intervals import KeyTable, RowPieces, about_pairs, local_intervals, needed_blocks, row_pieces, visible_pairs
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.schedules import Hosts, Needs, Step, Transfer, chosen, chosen_for_rows, without_idle
@@ -21,6 +21,7 @@ from ringflash.transport.blocks import Hop, Hops
 
 Array = np.ndarray
 Intervals = dict[int, tuple[Tensor, Tensor]]
+MOST_WORK = 1.05  # of the busiest rank, over what it would have otherwise, for which bytes are not saved
 
 
 class TokenBytes(NamedTuple):
@@ -86,10 +87,22 @@ class Course(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes per batch row that all ranks send in backward if keys travel, and if rows do."""
+    """Bytes per batch row that all ranks send in backward if keys travel, and if rows do; and the busiest rank's visible pairs
+    if rows do over those if keys do, about (1.0 where keys are no more bytes anyway).
+    """
 
     keys: int
     rows: int
+    work: float
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows travel: fewer bytes, and no rank has much more to do."""
+        return self.rows < self.keys and self.work <= MOST_WORK
+
+    def of(self, batch: int) -> "Traffic":
+        """Of so many batch rows."""
+        return Traffic(self.keys * batch, self.rows * batch, self.work)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,15 +258,16 @@ def _course(steps: tuple[Step, ...], size: int, *, rows: bool = False) -> Course
     return Course(steps, turns, sends, tuple(any(x.grad_sends or x.grad_recvs for x in mine) for mine in hops), rows)
 
 
-def _fewer_bytes(
-    schedule: str, needs: Needs, hosts: Hosts, token: TokenBytes, lengths: tuple[Sequence[int], Sequence[int]]
-) -> tuple[_Exchange, Traffic]:
-    """Of keys and rows what backward moves in fewer bytes, keys where both are as many. lengths: of rows and of keys."""
-    keys, rows = _exchange(schedule, needs, hosts), _row_exchange(schedule, needs, hosts)
-    traffic = Traffic(
-        keys.backward.nbytes(lengths[1], token.keys, token.dkv), rows.backward.nbytes(lengths[0], token.rows, token.dq)
-    )
-    return (rows if traffic.rows < traffic.keys else keys), traffic
+def _traffic(courses: tuple[Course, Course], lengths: tuple[Sequence[int], Sequence[int]], token: TokenBytes) -> Traffic:
+    """Bytes, by the courses in which keys and in which rows travel; lengths: of the blocks of each."""
+    keys = courses[0].nbytes(lengths[0], token.keys, token.dkv)
+    return Traffic(keys, courses[1].nbytes(lengths[1], token.rows, token.dq), 1.0)
+
+
+def _work(rows: Sequence[RowPieces], keys: KeyTable, size: int) -> float:
+    """The busiest rank's pairs if each attends its own keys with all rows over those if it attends its own rows."""
+    pairs = about_pairs(rows, keys, size)
+    return float(pairs.sum(0).max() / max(pairs.sum(1).max(), 1.0))
 
 
 def make_plan(
@@ -270,7 +284,8 @@ def make_plan(
     hosts: the number of each rank's host, in sequence order (default: one host). schedule "auto" takes on one host direct
     where that moves fewer blocks, else rotate (its traffic is between neighbours only); on several, of these two, what burdens
     host borders less. token: what backward moves of a token, by which rows travel in place of keys where all ranks together
-    send fewer bytes so; without it, and with "gather", keys do. Raises ValueError for hosts that are not one number per rank.
+    send fewer bytes so, unless that makes the busiest rank busier (a layout balanced for its rows); without it, and with
+    "gather", keys do. Raises ValueError for hosts that are not one number per rank.
     """
     hosts = (0,) * layout.size if hosts is None else tuple(hosts)
     if len(hosts) != layout.size:
@@ -287,6 +302,10 @@ def _make_plan(layout: Layout, mask: Mask, kv_layout: Layout, schedule: str, hos
     needed = tuple(map(tuple, needs.tolist()))
     exchange, traffic = _exchange(schedule, needed, hosts), None
     if token is not None and exchange.schedule != "gather":
-        exchange, traffic = _fewer_bytes(schedule, needed, hosts, token, (layout.lengths, kv_layout.lengths))
+        by_rows = _row_exchange(schedule, needed, hosts)
+        traffic = _traffic((exchange.backward, by_rows.backward), (kv_layout.lengths, layout.lengths), token)
+        if traffic.rows < traffic.keys:
+            traffic = traffic._replace(work=_work(rows, keys, layout.size))
+        exchange = by_rows if traffic.by_rows else exchange
     of_rows = {"needs": needs, "rows": rows, "keys": keys, "traffic": traffic}
     return Plan(layout, kv_layout, mask, hosts, **of_rows, _tables={}, **exchange._asdict())
