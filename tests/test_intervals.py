@@ -9,7 +9,7 @@ from test_layout import layouts
 from test_plan import masks
 
 import ringflash as rf
-from ringflash.intervals import KeyTable, local_intervals, needed_blocks, row_pieces, visible_pairs
+from ringflash.intervals import SAMPLED, KeyTable, about_pairs, local_intervals, needed_blocks, row_pieces, visible_pairs
 
 
 @given(layouts(), st.integers(0, 5), st.integers(0, 5))
@@ -79,3 +79,15 @@ def test_positions_past_32_bits() -> None:
     needs = needed_blocks(rows, keys, size)
     assert needs.tolist() == [[abs(r - b) == 1 or r == b for b in range(size)] for r in range(size)]
     assert keys.index(np.array(0), np.array([seqlen, seqlen - 1])).tolist() == [seqlen // 4, seqlen // 4 - 1]
+
+
+@given(st.data(), layouts())
+def test_pairs_of_sampled_rows_are_about_all_pairs(data: st.DataObject, layout: rf.Layout) -> None:
+    """Of fewer rows than are sampled, and so of each row about as often as any other."""
+    mask = data.draw(masks(layout.seqlen))
+    keys = KeyTable(layout.runs, layout.end)
+    rows = [row_pieces(layout.runs, pieces) for pieces in mask.pieces(layout.end)]
+    about = about_pairs(rows, keys, layout.size)
+    for rank in range(layout.size):
+        exact = visible_pairs([r.of(rank) for r in rows], keys, layout.size)
+        assert np.abs(about[rank] - exact).sum() <= len(rows) * layout.seqlen * layout.lengths[rank] / SAMPLED * layout.seqlen
