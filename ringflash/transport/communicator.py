@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ class Communicator:
     calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode that the
     ring's first call agreed. left: why this rank did not join an exchange that the others may wait for.
     message_bytes: the size of a message of gather_bytes. prepared: what is kept for calls like an earlier one, by likeness.
+    transports: those whose buffers serve all calls, by name; they live as long as the communicator.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Communicator:
     left: str | None = None
     message_bytes: int = MESSAGE_BYTES
     prepared: dict = field(default_factory=dict)
+    transports: dict[str, Any] = field(default_factory=dict)
     _left_in: int = 0
     _side: dict[int, torch.cuda.Stream] = field(default_factory=dict)
 
