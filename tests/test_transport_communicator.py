@@ -197,3 +197,49 @@ def test_a_communicator_knows_its_defaults() -> None:
     assert (comm.calls, comm.check, comm.word_left()) == (0, "first", None)
     other = Communicator(1, 3, (0, 1, 2))
     assert (comm.hosts, comm.mesh, other.hosts, other.mesh) == ((0,), (1,), (0, 0, 0), (3,))
+
+
+def found_link(without: list[int], names: list[str]) -> tuple[bool, int]:
+    """(whether memory is shared, how often this rank tried), where some ranks have none, with groups as on GPUs."""
+    comm = communicator(new_group())
+    comm.groups["cuda"] = comm.groups["cpu"]
+    comm.hosts = tuple(map(names.index, names))
+
+    def connect(group: dist.ProcessGroup, ranks: tuple[int, ...], *, timeout_ms: int) -> object:
+        assert (group, ranks, timeout_ms) == (comm.groups["cuda"], comm.ranks, 17_500)
+        if dist.get_rank() in without:
+            raise [RuntimeError("no peer access"), ImportError(), RuntimeError("")][dist.get_rank()]
+        return "memory"
+
+    timeout = datetime.timedelta(seconds=17.5)
+    with (
+        mock.patch.object(module.symmetric, "connect", side_effect=connect) as tried,
+        mock.patch.object(module, "_timeout", return_value=timeout),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+    ):
+        link = module._link(comm)
+    return link is not None, tried.call_count
+
+
+@pytest.mark.parametrize(
+    ("without", "names", "answer"),
+    [
+        ([], ["a", "a", "a"], (True, 1)),
+        ([0], ["a", "a", "a"], (False, 1)),
+        ([1], ["a", "a", "a"], (False, 1)),  # an error that says nothing is one too
+        ([2], ["a", "a", "a"], (False, 1)),
+        ([0, 1, 2], ["a", "a", "a"], (False, 1)),
+        ([], ["a", "a", "b"], (False, 0)),
+    ],
+)
+def test_all_ranks_share_memory_or_none(pools: Pools, without: list[int], names: list[str], answer: tuple[bool, int]) -> None:
+    assert pools.run(SIZE, found_link, without, names) == [answer] * SIZE
+
+
+def link_without_gpus() -> bool:
+    with mock.patch.object(module.symmetric, "connect") as tried:
+        return communicator(new_group()).link is None and not tried.called
+
+
+def test_no_memory_is_shared_without_gpus(pools: Pools) -> None:
+    assert all(pools.run(2, link_without_gpus))
