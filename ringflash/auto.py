@@ -57,8 +57,13 @@ _ONE_RING = _Need(
     lambda options, facts: facts.heads == 1,
     lambda options, facts: f"needs one ring of all ranks: the mesh is {facts.size // facts.heads} x {facts.heads}",
 )
+_NOT_IN_ORDER = _Need(
+    lambda options, facts: not options.reproducible,
+    lambda options, facts: "attends keys as ranks hold them, reproducible=True attends them in order of their positions",
+)
 NEEDS: dict[str, tuple[_Need, ...]] = {
     "nvlink": (
+        _NOT_IN_ORDER,
         _ONE_RING,
         _Need(lambda o, f: f.device == "cuda", lambda o, f: f"needs GPUs: the tensors are on a {f.device}"),
         _Need(
@@ -76,6 +81,7 @@ NEEDS: dict[str, tuple[_Need, ...]] = {
         ),
     ),
     "p2p": (
+        _NOT_IN_ORDER,
         _Need(
             lambda o, f: o.schedule != "gather",
             lambda o, f: "keeps two blocks and does not gather: schedule='gather' goes with transport 'nvlink' or 'allgather'",
@@ -90,6 +96,7 @@ NEEDS: dict[str, tuple[_Need, ...]] = {
         _GATHERS,
     ),
     "ulysses": (
+        _NOT_IN_ORDER,
         _Need(
             lambda o, f: o.schedule == "auto",
             lambda o, f: f"passes no blocks from rank to rank, so that schedule must be 'auto': schedule={o.schedule!r}",
@@ -97,6 +104,7 @@ NEEDS: dict[str, tuple[_Need, ...]] = {
     ),
 }
 PREFERRED = {"nvlink": "one launch, keys pulled by copy engines", "p2p": "keeps two blocks in flight"}
+IN_ORDER = {"allgather": "brings all keys, which reproducible=True attends in order of their positions"}
 
 
 def route(options: Options, facts: Facts) -> Route:
@@ -108,13 +116,14 @@ def route(options: Options, facts: Facts) -> Route:
         if reason is not None:
             raise NotImplementedError(f"transport={options.transport!r} {reason}; use transport='auto'")
         return _route(options.transport, "asked for", options, facts)
-    missing = {name: why_not(name, options, facts) for name in PREFERRED}
+    preferred, way_out = (IN_ORDER, "reproducible=False") if options.reproducible else (PREFERRED, "schedule='auto'")
+    missing = {name: why_not(name, options, facts) for name in preferred}
     for name, reason in missing.items():
         if reason is None:
             passed = [f"{other} {why}" for other, why in missing.items() if why is not None]
-            return _route(name, "; ".join([PREFERRED[name], *passed]), options, facts)
+            return _route(name, "; ".join([preferred[name], *passed]), options, facts)
     reasons = "; ".join(f"transport {name!r} {reason}" for name, reason in missing.items())
-    raise NotImplementedError(f"{reasons}; use schedule='auto'")
+    raise NotImplementedError(f"{reasons}; use {way_out}")
 
 
 def why_not(transport: str, options: Options, facts: Facts) -> str | None:

@@ -290,9 +290,9 @@ def _crossing(plan: Plan) -> tuple[int, int]:
 def _kernel(q: Tensor, v: Tensor, options: Options) -> str:
     """Which kernel runs and why; meta tensors may go to any GPU."""
     if q.device.type != "meta":
-        tile = pick(options.kernel, q, v, deterministic=options.deterministic)
+        tile = pick(options.kernel, q, v, **options.of_tile)
         return f"{tile.name} ({tile.why})"
-    tile = choose(options.kernel, Inputs("sm_90", q.dtype, q.shape[-1], v.shape[-1]), deterministic=options.deterministic)
+    tile = choose(options.kernel, Inputs("sm_90", q.dtype, q.shape[-1], v.shape[-1]), **options.of_tile)
     if options.kernel == "auto" and tile.name.startswith("hopper"):
         return f"{tile.name} on an sm_90 GPU, triton on another (meta tensors)"
     return f"{tile.name} ({tile.why}; meta tensors: as on an sm_90 GPU)"

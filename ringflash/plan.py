@@ -5,21 +5,23 @@ hop agree.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ringflash.intervals import KeyTable, RowPieces, local_intervals, needed_blocks, row_pieces, visible_pairs
-from ringflash.layout import Layout
+from ringflash.layout import Layout, contiguous
 from ringflash.mask import Mask
 from ringflash.schedules import Hosts, Needs, Step, Transfer, chosen
 from ringflash.transport.blocks import Hop, Hops
 
 Array = np.ndarray
+T = TypeVar("T")
 
 
 class Turn(NamedTuple):
@@ -56,6 +58,16 @@ class Course(NamedTuple):
     turns: tuple[tuple[Turn, ...], ...]
     sends: tuple[bool, ...]
     shares: tuple[bool, ...]
+
+
+class InOrder(NamedTuple):
+    """All keys in order of their positions, as one rank's rows see them: int32 (begin, end), (1 or batch, seqlen_q) each, and
+    where the keys of each block it attends stand, int64.
+    """
+
+    begin: Tensor
+    end: Tensor
+    places: dict[int, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,16 +111,37 @@ class Plan:
         Made once per device and stream (another stream would have to wait for this one) and kept with the plan: 8 bytes
         per row and attended block.
         """
+        return self._kept(
+            ("each", rank), device, lambda: self._local_intervals(rank, self.keys, self.attended(rank), device=device)
+        )
+
+    def in_order(self, rank: int, device: torch.device) -> InOrder:
+        """The rank's rows against all keys in order of their positions; made and kept as intervals are."""
+        return self._kept(("in order", rank), device, lambda: self._in_order(rank, device))
+
+    def _in_order(self, rank: int, device: torch.device) -> InOrder:
+        kv = self.kv_layout
+        keys = KeyTable(contiguous(kv.seqlen, 1).shift(kv.offset).runs, max(self.layout.end, kv.end))
+        ((begin, end),) = self._local_intervals(rank, keys, [0], device=device).values()
+        blocks = self.attended(rank)
+        places = torch.cat([kv.positions(block) for block in blocks]) - kv.offset
+        places = places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places
+        return InOrder(begin, end, dict(zip(blocks, places.split([kv.lengths[block] for block in blocks]), strict=True)))
+
+    def _local_intervals(
+        self, rank: int, keys: KeyTable, blocks: Sequence[int], *, device: torch.device
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        rows = [r.of(rank) for r in self.rows]
+        return local_intervals(rows, keys, seqlen_q=self.layout.lengths[rank], blocks=blocks, device=device)
+
+    def _kept(self, name: tuple[str, int], device: torch.device, make: Callable[[], T]) -> T:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        key = (rank, device, stream)
+        key = (name, device, stream)
         if key in self._tables:
             return self._tables[key]
         with torch.inference_mode(False), torch.no_grad():
-            rows = [r.of(rank) for r in self.rows]
-            made = local_intervals(
-                rows, self.keys, seqlen_q=self.layout.lengths[rank], blocks=self.attended(rank), device=device
-            )
-        if all(type(x) is Tensor for pair in made.values() for x in pair):  # a tracer's fake tensors are for that call alone
+            made = make()
+        if all(type(x) is Tensor for x in tree_leaves(made)):  # a tracer's fake tensors are for that call alone
             self._tables[key] = made
         return made
 

@@ -52,6 +52,7 @@ class Case:
     kv_layout: str | None = None
     schedule: str = "auto"
     transport: str = "auto"
+    reproducible: bool = False
     hosts: tuple[int, ...] | None = None  # as if the ranks ran on such hosts; None: on one
     mesh: tuple[int, int] | None = None  # (ring, heads)
     dtype: torch.dtype = torch.float32
@@ -133,7 +134,7 @@ def run_cases(cases: Sequence[Case]) -> list[Results]:
 
 def _ring(case: Case, rank: int, size: int) -> Results:
     layout, kv_layout = case.layouts(size)
-    options = rf.Options(schedule=case.schedule, transport=case.transport)
+    options = rf.Options(schedule=case.schedule, transport=case.transport, reproducible=case.reproducible)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return rf.ring_attention(  # pyright: ignore[reportReturnType]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ringflash as rf
-from ringflash.auto import NEEDS, PREFERRED, Facts, Route, route
+from ringflash.auto import IN_ORDER, NEEDS, PREFERRED, Facts, Route, route
 from ringflash.options import CHOICES
 
 FACTS = Facts(size=4, hosts=(0, 0, 0, 0), device="cuda", shares_memory=True, buffer_bytes=1000)
@@ -15,7 +15,7 @@ MESH = FACTS._replace(heads=2)
 
 def test_every_transport_has_its_needs() -> None:
     assert {"auto", *NEEDS} == set(CHOICES["transport"])
-    assert set(PREFERRED) <= set(NEEDS)
+    assert {*PREFERRED, *IN_ORDER} <= set(NEEDS)
 
 
 def test_one_rank_moves_nothing() -> None:
@@ -36,6 +36,8 @@ def test_one_rank_moves_nothing() -> None:
         (MESH, rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs one ring of all ranks: the mesh is 2 x 2"),
         (FACTS, rf.Options(transport="allgather"), "allgather", "asked for"),
         (FACTS._replace(heads=4), rf.Options(transport="ulysses"), "ulysses", "asked for"),
+        (FACTS, rf.Options(reproducible=True), "allgather", "brings all keys, which reproducible=True attends in order of"),
+        (FACTS, rf.Options(reproducible=True, transport="allgather"), "allgather", "asked for"),
     ],
 )
 def test_the_first_that_can(facts: Facts, options: rf.Options, transport: str, why: str) -> None:
@@ -61,6 +63,15 @@ def test_the_first_that_can(facts: Facts, options: rf.Options, transport: str, w
             MESH,
             {"schedule": "gather"},
             "transport 'nvlink' needs one ring of all ranks: the mesh is 2 x 2; transport 'p2p' keeps",
+        ),
+        (
+            MESH,
+            {"reproducible": True},
+            "transport 'allgather' needs one ring of all ranks: the mesh is 2 x 2; use reproducible=False",
+        ),
+        *(
+            (FACTS, {"reproducible": True, "transport": name}, f"transport='{name}' attends keys as ranks hold them, repro")
+            for name in ("nvlink", "p2p", "ulysses")
         ),
         (FACTS, {"transport": "ulysses", "schedule": "direct"}, "passes no blocks from rank to rank, so that schedule must be"),
     ],
