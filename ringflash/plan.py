@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ringflash.intervals import KeyTable, RowPieces, local_intervals, needed_blocks, row_pieces, visible_pairs
 from ringflash.layout import Layout, contiguous
@@ -21,7 +20,6 @@ from ringflash.schedules import Hosts, Needs, Step, Transfer, chosen
 from ringflash.transport.blocks import Hop, Hops
 
 Array = np.ndarray
-T = TypeVar("T")
 
 
 class Turn(NamedTuple):
@@ -61,13 +59,17 @@ class Course(NamedTuple):
 
 
 class InOrder(NamedTuple):
-    """All keys in order of their positions, as one rank's rows see them: int32 (begin, end), (1 or batch, seqlen_q) each, and
-    where the keys of each block it attends stand, int64.
+    """All keys in order of their positions, as one rank's rows see them: int32 (begin, end), (1 or batch, seqlen_q) each.
+
+    places: int64, where the keys of the blocks it attends stand, block by block as it attends them.
     """
 
     begin: Tensor
     end: Tensor
-    places: dict[int, Tensor]
+    places: Tensor
+
+
+Table = TypeVar("Table", InOrder, dict[int, tuple[Tensor, Tensor]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,10 +125,9 @@ class Plan:
         kv = self.kv_layout
         keys = KeyTable(contiguous(kv.seqlen, 1).shift(kv.offset).runs, max(self.layout.end, kv.end))
         ((begin, end),) = self._local_intervals(rank, keys, [0], device=device).values()
-        blocks = self.attended(rank)
-        places = torch.cat([kv.positions(block) for block in blocks]) - kv.offset
-        places = places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places
-        return InOrder(begin, end, dict(zip(blocks, places.split([kv.lengths[block] for block in blocks]), strict=True)))
+        places = torch.cat([kv.positions(block) for block in self.attended(rank)]) - kv.offset
+        places = places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places.to(device)
+        return InOrder(begin, end, places)
 
     def _local_intervals(
         self, rank: int, keys: KeyTable, blocks: Sequence[int], *, device: torch.device
@@ -134,14 +135,15 @@ class Plan:
         rows = [r.of(rank) for r in self.rows]
         return local_intervals(rows, keys, seqlen_q=self.layout.lengths[rank], blocks=blocks, device=device)
 
-    def _kept(self, name: tuple[str, int], device: torch.device, make: Callable[[], T]) -> T:
+    def _kept(self, name: tuple[str, int], device: torch.device, make: Callable[[], Table]) -> Table:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = (name, device, stream)
         if key in self._tables:
             return self._tables[key]
         with torch.inference_mode(False), torch.no_grad():
             made = make()
-        if all(type(x) is Tensor for x in tree_leaves(made)):  # a tracer's fake tensors are for that call alone
+        tensors = made if isinstance(made, tuple) else [x for pair in made.values() for x in pair]
+        if all(type(x) is Tensor for x in tensors):  # a tracer's fake tensors are for that call alone
             self._tables[key] = made
         return made
 

@@ -121,9 +121,10 @@ class Ring:
         """All keys as one segment, in memory of its own whatever the number of ranks; what no row sees is left as it is."""
         order, seqlen = self.plan.in_order(self.rank, q.device), self.plan.kv_layout.seqlen
         k, v = (x.new_empty(x.shape[0], seqlen, *x.shape[2:]) for x in here.block(self.rank, moving))
-        for block in blocks:
+        places = order.places.split([self.plan.kv_layout.lengths[block] for block in blocks])
+        for block, at in zip(blocks, places, strict=True):
             for into, x in zip((k, v), here.block(block, moving), strict=True):
-                into.index_copy_(1, order.places[block], x)
+                into.index_copy_(1, at, x)
         return [self.tile.segment(k, v, order.begin, order.end)]
 
     def _add_gradients(
