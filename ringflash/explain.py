@@ -151,7 +151,7 @@ def explain(
         raise ValueError(f"rank must be in 0 ... size-1: rank={rank}, size={size}")
     (q, k, v), call = checks.prepare(q, k, v, given, rank=rank, size=size, meta=True)
     places, n = checks.hosts(hosts, size), checks.heads_ranks(options.transport, checks.mesh(mesh, size))
-    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=places, shares_memory=len(set(places)) == 1, heads=n)
+    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=places, heads=n)
     found = route(options, facts._replace(device="cuda") if k.device.type == "meta" else facts)
     report = _report(_Place(call, found, places, rank), (q, k, v))
     gathers = size > 1 and found.schedule == "gather"
