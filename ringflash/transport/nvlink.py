@@ -10,7 +10,7 @@ that need no multiprocessor and wait for the meeting alone. So nothing that come
 in which launches are made one after the other, can be what it waits for. `move` returns only then.
 
 Gradients go home the other way: each rank makes the partial dK and dV of other ranks' blocks in memory that they can read, all
-meet, and the owners pull them and add them up in the order of ranks.
+meet, and the owners pull them and add them up in a fixed order.
 
 A published block may be overwritten once all have pulled it. Two take turns, so that the next call's meeting, which comes after
 the end of each rank's pulling on its stream, says so; in a captured graph, whose replays use the same one each time, a second
@@ -116,9 +116,10 @@ class NVLink:
     def move(
         self, hops: Hops, held: Mapping[int, Pair], partial: dict[int, Pair] | None, *, shapes: Shapes, outer: bool = False
     ) -> Moving:
-        """Bring blocks, whose heads are counted in, or take dK and dV home. Raises ExchangeError where a kernel of an earlier
-        call gave up waiting for a block, RuntimeError where a graph's capture would have to make buffers, and NotImplementedError,
-        on all ranks, where their GPUs do not read each other's memory.
+        """Bring blocks, whose heads are counted in, or take dK and dV home.
+
+        Raises ExchangeError where a kernel of an earlier call gave up waiting for a block, RuntimeError where a graph's capture
+        would have to make buffers, and NotImplementedError, on all ranks, where their GPUs do not read each other's memory.
         """
         assert not outer
         if self._any_late():
