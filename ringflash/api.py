@@ -99,7 +99,7 @@ def _prepare(comm: Communicator, qkv: tuple[Tensor, Tensor, Tensor], given: chec
     if comm.size > 1:
         comm.group_for(q.device.type)
     heads = checks.heads_ranks(call.options.transport, comm.mesh)
-    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=comm.hosts, shares_memory=comm.link is not None, heads=heads)
+    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=comm.hosts, heads=heads)
     found = route(call.options, facts)
     tile = pick(call.options.kernel, q, v, **call.options.of_tile)
     return qkv, _ring(comm, call, found, tile), call

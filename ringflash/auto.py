@@ -13,24 +13,20 @@ from ringflash.transport.blocks import Shapes
 class Facts(NamedTuple):
     """What the choice depends on, the same on every rank.
 
-    device: type of the tensors. shares_memory: the ranks' GPUs read each other's memory. buffer_bytes: what a rank keeps to
-    gather all keys and their gradients. heads: how many ranks exchange sequence for heads, if any;
-    a ring then has size / heads ranks.
+    device: type of the tensors. buffer_bytes: what a rank keeps to gather all keys and their gradients. heads: how many ranks
+    exchange sequence for heads, if any; a ring then has size / heads ranks.
     """
 
     size: int
     hosts: Hosts
     device: str
-    shares_memory: bool
     buffer_bytes: int
     heads: int = 1
 
     @classmethod
-    def of(
-        cls, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, hosts: Hosts, shares_memory: bool, heads: int = 1
-    ) -> "Facts":
+    def of(cls, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, hosts: Hosts, heads: int = 1) -> "Facts":
         """For this rank's k and v, where lengths are those of all ranks' blocks."""
-        return cls(len(lengths), hosts, k.device.type, shares_memory, Shapes(k, v, lengths).buffer_bytes, heads)
+        return cls(len(lengths), hosts, k.device.type, Shapes(k, v, lengths).buffer_bytes, heads)
 
 
 class Route(NamedTuple):
@@ -51,7 +47,7 @@ class _Need(NamedTuple):
 
 _GATHERS = _Need(
     lambda options, facts: options.schedule in ("auto", "gather"),
-    lambda options, facts: f"gathers all keys, so that schedule must be 'auto' or 'gather': schedule={options.schedule!r}",
+    lambda options, facts: f"gathers all keys: schedule must be 'auto' or 'gather', schedule={options.schedule!r}",
 )
 _ONE_RING = _Need(
     lambda options, facts: facts.heads == 1,
@@ -67,8 +63,8 @@ NEEDS: dict[str, tuple[_Need, ...]] = {
         _ONE_RING,
         _Need(lambda o, f: f.device == "cuda", lambda o, f: f"needs GPUs: the tensors are on a {f.device}"),
         _Need(
-            lambda o, f: f.shares_memory,
-            lambda o, f: "needs one host whose GPUs read each other's memory (NVLink or PCIe peers)",
+            lambda o, f: len(set(f.hosts)) == 1,
+            lambda o, f: f"needs GPUs of one host: the ranks are on {len(set(f.hosts))}",
         ),
         _Need(
             lambda o, f: f.buffer_bytes <= o.max_buffer_bytes,

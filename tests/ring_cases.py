@@ -232,7 +232,7 @@ class Threads:
 
     def transport(self, rank: int, pause: Callable[[], None] = lambda: None) -> NVLink:
         """A rank's transport. pause: what its copy engine does before it begins."""
-        return NVLink(Communicator(rank, self.size, tuple(range(self.size))), _ThreadLink(self, rank, pause))
+        return NVLink(Communicator(rank, self.size, tuple(range(self.size))), lambda _: _ThreadLink(self, rank, pause))
 
 
 class _ThreadLink:

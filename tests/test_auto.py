@@ -9,7 +9,7 @@ import ringflash as rf
 from ringflash.auto import IN_ORDER, NEEDS, PREFERRED, Facts, Route, route
 from ringflash.options import CHOICES
 
-FACTS = Facts(size=4, hosts=(0, 0, 0, 0), device="cuda", shares_memory=True, buffer_bytes=1000)
+FACTS = Facts(size=4, hosts=(0, 0, 0, 0), device="cuda", buffer_bytes=1000)
 MESH = FACTS._replace(heads=2)
 
 
@@ -30,9 +30,14 @@ def test_one_rank_moves_nothing() -> None:
         (FACTS, rf.Options(), "p2p", "keeps two blocks in flight; nvlink is on request until its tests have passed as a whole"),
         (FACTS, rf.Options(transport="nvlink"), "nvlink", "asked for"),
         (FACTS._replace(device="cpu"), rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs GPUs: the tensors"),
-        (FACTS._replace(shares_memory=False), rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs one host whose"),
+        (
+            FACTS._replace(hosts=(0, 0, 1, 1)),
+            rf.Options(),
+            "p2p",
+            "keeps two blocks in flight; nvlink needs GPUs of one host: the",
+        ),
         (FACTS, rf.Options(max_buffer_bytes=999), "p2p", "keeps two blocks in flight; nvlink would keep 1000 bytes"),
-        (FACTS, rf.Options(schedule="rotate"), "p2p", "keeps two blocks in flight; nvlink gathers all keys, so that schedule"),
+        (FACTS, rf.Options(schedule="rotate"), "p2p", "keeps two blocks in flight; nvlink gathers all keys: schedule must"),
         (MESH, rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs one ring of all ranks: the mesh is 2 x 2"),
         (FACTS, rf.Options(transport="allgather"), "allgather", "asked for"),
         (FACTS._replace(heads=4), rf.Options(transport="ulysses"), "ulysses", "asked for"),
@@ -83,6 +88,6 @@ def test_refusals(facts: Facts, how: dict, words: str) -> None:
 
 def test_facts_count_what_a_rank_keeps() -> None:
     k, v = torch.empty(2, 3, 2, 16), torch.empty(2, 3, 2, 8)
-    facts = Facts.of(k, v, (3, 5), hosts=(0, 0), shares_memory=False)
+    facts = Facts.of(k, v, (3, 5), hosts=(0, 0))
     block = -(-2 * 5 * 2 * (16 + 8) * 4 // 256) * 256
-    assert facts == Facts(2, (0, 0), "cpu", False, 2 * block + block + 2 * block, 1)
+    assert facts == Facts(2, (0, 0), "cpu", 2 * block + block + 2 * block, 1)

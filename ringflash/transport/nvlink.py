@@ -10,22 +10,24 @@ that need no multiprocessor and wait for the meeting alone. So nothing that come
 in which launches are made one after the other, can be what it waits for. `move` returns only then.
 
 Gradients go home the other way: each rank makes the partial dK and dV of other ranks' blocks in memory that they can read, all
-meet, and the owners pull them and add them up in the order of ranks.
+meet, and the owners pull them and add them up in a fixed order.
 
 A published block may be overwritten once all have pulled it. Two take turns, so that the next call's meeting, which comes after
 the end of each rank's pulling on its stream, says so; in a captured graph, whose replays use the same one each time, a second
 meeting ends the call.
 """
 
+import datetime
+import functools
 import math
-import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ringflash.transport import symmetric
 from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Ready, Shapes, Shared
 from ringflash.transport.communicator import Communicator, ExchangeError
 
@@ -88,23 +90,36 @@ class _Way(NamedTuple):
 class NVLink:
     """Blocks and gradients by copy engines over memory that all ranks share; its buffers serve all calls of a communicator."""
 
-    def __init__(self, comm: Communicator, link: Link) -> None:
-        self._comm, self._link = comm, link
+    def __init__(self, comm: Communicator, connect: Callable[[Communicator], Link]) -> None:
+        self._comm, self._connect = comm, connect
         self._published: list[Shared] = []
         self._partials: Shared | None = None
         self._gathered = self._home = torch.empty(0)
         self._sizes = {"block": 0, "grads": 0}
         self._calls = 0
         self._arrived = self._words = torch.empty(0)
-        self._late = link.late(comm.size)
-        self._any_late = self._late.numpy().any
         self._ways: dict[Hashable, _Way] = {}
+
+    @functools.cached_property
+    def _link(self) -> Link:
+        """Made in the first call that moves anything, where all ranks meet, agreed on their options."""
+        return self._connect(self._comm)
+
+    @functools.cached_property
+    def _late(self) -> Tensor:
+        return self._link.late(self._comm.size)
+
+    @functools.cached_property
+    def _any_late(self) -> Callable[[], object]:
+        return self._late.numpy().any
 
     def move(
         self, hops: Hops, held: Mapping[int, Pair], partial: dict[int, Pair] | None, *, shapes: Shapes, outer: bool = False
     ) -> Moving:
-        """Bring blocks, whose heads are counted in, or take dK and dV home. Raises ExchangeError where a kernel of an earlier
-        call gave up waiting for a block, and RuntimeError where a graph's capture would have to make buffers.
+        """Bring blocks, whose heads are counted in, or take dK and dV home.
+
+        Raises ExchangeError where a kernel of an earlier call gave up waiting for a block, RuntimeError where a graph's capture
+        would have to make buffers, and NotImplementedError, on all ranks, where their GPUs do not read each other's memory.
         """
         assert not outer
         if self._any_late():
@@ -260,13 +275,25 @@ class _Joining:
             self._link.meet(_END)
 
 
-# Of each communicator that has a link: the transport with its buffers.
-_known: "weakref.WeakKeyDictionary[Communicator, NVLink]" = weakref.WeakKeyDictionary()
-
-
 def nvlink(comm: Communicator) -> NVLink:
-    """The NVLink transport of a communicator whose ranks share memory."""
-    if comm not in _known:
-        assert comm.link is not None
-        _known[comm] = NVLink(comm, comm.link)
-    return _known[comm]
+    """The NVLink transport of a communicator."""
+    if "nvlink" not in comm.kept:
+        comm.kept["nvlink"] = NVLink(comm, _connected)
+    return comm.kept["nvlink"]
+
+
+def _connected(comm: Communicator) -> Link:
+    """Memory that the GPUs of all ranks share, tried out. A collective."""
+    group, link, reason = comm.group_for("cuda"), None, b""
+    timeout = comm.timeout(torch.device("cuda", torch.cuda.current_device())) or datetime.timedelta(minutes=10)
+    try:
+        link = symmetric.connect(group, comm.ranks, timeout_ms=int(timeout.total_seconds() * 1000))
+    except (RuntimeError, ImportError) as error:
+        reason = str(error).encode()[:200] or b"?"
+    reasons = {rank: told.decode(errors="replace") for rank, told in enumerate(comm.gather_bytes(reason)) if told}
+    if link is None or reasons:
+        told = "; ".join(f"rank {rank}: {why}" for rank, why in reasons.items())
+        raise NotImplementedError(
+            f"transport='nvlink' found no memory that all ranks' GPUs share ({told}); use transport='p2p'"
+        )
+    return link
