@@ -11,25 +11,13 @@ from ringflash.heads import inner_plan
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.options import Options
-from ringflash.plan import Course, Plan
+from ringflash.plan import Plan
 from ringflash.schedules import Transfer
 from ringflash.shares import Share, are_shared, shares
+from ringflash.steps import StepReport, in_bytes, links, reports, shortened, table, timed
 from ringflash.tile import Inputs, choose, pick
 
-
-@dataclass(frozen=True)
-class StepReport:
-    """One step of one rank: the blocks attended, their visible pairs per head, and bytes that set out meanwhile and come in.
-
-    grad_bytes_*: what backward sends and receives in that step besides, as float32 dK and dV.
-    """
-
-    attends: tuple[int, ...]
-    pairs: int
-    bytes_sent: int
-    bytes_received: int
-    grad_bytes_sent: int
-    grad_bytes_received: int
+MOST_LINKS = 3  # that a report names
 
 
 @dataclass(frozen=True)
@@ -53,7 +41,7 @@ class HeadsReport:
         """Its part of the report."""
         again = f", attended as {self.repeated_k}" if self.repeated_k != self.nheads_k else ""
         there, back, border, grad_border = map(
-            _size, (self.bytes_sent, self.grad_bytes_sent, self.border_bytes, self.grad_border_bytes)
+            in_bytes, (self.bytes_sent, self.grad_bytes_sent, self.border_bytes, self.grad_border_bytes)
         )
         over = f"; of these {border} and {grad_border} cross host borders" if self.border_bytes else ""
         return [
@@ -68,6 +56,7 @@ class Explanation:
 
     steps: of a forward pass, and of a backward pass unless backward_steps has others. buffer_bytes: what a rank holds of
     others' blocks at most, or, with a transport that gathers, all that it keeps for that (Options.max_buffer_bytes).
+    links: bytes that this rank's blocks take to each other rank in a forward and in a backward pass, dK and dV included.
     pairs_per_rank: visible pairs per head; heads_per_rank: query heads that each rank attends. heads: where ranks exchange
     sequence for heads, how; steps are then those of the ring around the exchange, whose blocks are counted by mesh row.
     border_bytes: K and V of all ranks that cross host borders, in forward and again in backward; grad_border_bytes: what
@@ -90,6 +79,7 @@ class Explanation:
     hosts: tuple[int, ...]
     border_bytes: int
     grad_border_bytes: int
+    links: tuple[tuple[int, int, int], ...] = ()
     heads: HeadsReport | None = None
 
     @property
@@ -100,7 +90,7 @@ class Explanation:
         return max(work) / mean if mean else 1.0
 
     def __str__(self) -> str:
-        flops = _count(self.flops, 1000, ("", "k", "M", "G", "T", "P"))
+        flops = shortened(self.flops, 1000, ("", "k", "M", "G", "T", "P"))
         lines = [
             f"rank {self.rank} of {self.size}: {self.layout}, {self.mask}",
             f"kernel     {self.kernel}",
@@ -108,31 +98,25 @@ class Explanation:
             *(self.heads.lines() if self.heads else []),
             f"schedule   {self.schedule}",
             f"work       {flops}FLOP forward on this rank; busiest rank {self.imbalance:.3f} x the mean",
-            f"buffers    {_size(self.buffer_bytes)} for blocks of others",
+            f"buffers    {in_bytes(self.buffer_bytes)} for blocks of others",
             *self._borders(),
-            *_table(self.steps, "step"),
+            *self._links(),
+            *table(self.steps, "step"),
         ]
-        return "\n".join([*lines, *(_table(self.backward_steps, "back") if self.backward_steps else ())])
+        return "\n".join([*lines, *(table(self.backward_steps, "back") if self.backward_steps else ())])
 
     def _borders(self) -> list[str]:
         """What crosses host borders, where there are any."""
         if len(set(self.hosts)) == 1:
             return []
-        home = f"in backward {_size(self.grad_border_bytes)} of dK and dV besides"
-        return [f"hosts      {len(set(self.hosts))}; {_size(self.border_bytes)} of K and V cross their borders, {home}"]
+        home = f"in backward {in_bytes(self.grad_border_bytes)} of dK and dV besides"
+        return [f"hosts      {len(set(self.hosts))}; {in_bytes(self.border_bytes)} of K and V cross their borders, {home}"]
 
-
-def _table(steps: Sequence[StepReport], name: str) -> list[str]:
-    """Steps, one a line under a head."""
-    lines = [f"{name}  attends  visible pairs    sends  receives  backward also sends  receives"]
-    for t, s in enumerate(steps):
-        going_home = not s.attends and s.grad_bytes_sent + s.grad_bytes_received > 0
-        blocks = "home" if going_home else ",".join(map(str, s.attends)) or "-"
-        lines.append(
-            f"{t:>4}  {blocks:>7}  {s.pairs:>13,}  {_size(s.bytes_sent):>7}  {_size(s.bytes_received):>8}"
-            f"  {_size(s.grad_bytes_sent):>19}  {_size(s.grad_bytes_received):>8}"
-        )
-    return lines
+    def _links(self) -> list[str]:
+        """What goes to whom, for the first few."""
+        told = [f"to {rank} {in_bytes(there)}, in backward {in_bytes(back)}" for rank, there, back in self.links]
+        more = [f"and {len(told) - MOST_LINKS} more"] if len(told) > MOST_LINKS else []
+        return [f"links      {'; '.join([*told[:MOST_LINKS], *more])}"] if told else []
 
 
 def explain(
@@ -167,7 +151,7 @@ def explain(
         raise ValueError(f"rank must be in 0 ... size-1: rank={rank}, size={size}")
     (q, k, v), call = checks.prepare(q, k, v, given, rank=rank, size=size, meta=True)
     places, n = checks.hosts(hosts, size), checks.heads_ranks(options.transport, checks.mesh(mesh, size))
-    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=places, shares_memory=len(set(places)) == 1, heads=n)
+    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=places, heads=n)
     found = route(options, facts._replace(device="cuda") if k.device.type == "meta" else facts)
     report = _report(_Place(call, found, places, rank), (q, k, v))
     gathers = size > 1 and found.schedule == "gather"
@@ -200,30 +184,36 @@ def _report(place: _Place, qkv: tuple[Tensor, Tensor, Tensor]) -> Explanation:
     every = shares(q.shape[2], k.shape[2], n)
     plans, per_tokens = [place.plan(i) for i in range(n)], [_per_token(share, k, v) for share in every]
     plan, per_token = plans[column], per_tokens[column]
-    nbytes = per_token * k.element_size(), per_token * 4
+    nbytes = {"per_token": per_token * k.element_size(), "grads_per_token": per_token * 4}
     work = [plan.work(r) for r in range(plan.size)]
     pairs, rows = int(work[row].sum()), len(plan.rows)
     crossing, partials = (
         sum(tokens * each for tokens, each in zip(moved, per_tokens, strict=True))
         for moved in zip(*map(_crossing, plans), strict=True)
     )
+    kernel, flops = _kernel(q, v, call.options), 2 * q.shape[0] * len(every[column].q) * (q.shape[3] + v.shape[3])
+    steps, back = (
+        tuple(timed(step, kernel, place.found.transport, flops=flops * step.pairs, away=away) for step, away in made)
+        for made in (reports(plan, course, row, **nbytes) for course in (plan.forward, plan.backward))
+    )
     return Explanation(
         rank=place.rank,
         size=len(place.hosts),
         layout=repr(call.layout),
         mask=checks.mask_words(plan.mask),
-        kernel=_kernel(q, v, call.options),
+        kernel=kernel,
         transport=_transport(place.found, plan.size),
         schedule=f"{plan.schedule} ({plan.why})",
-        steps=_steps(plan, plan.forward, row, *nbytes),
-        backward_steps=() if plan.backward is plan.forward else _steps(plan, plan.backward, row, *nbytes),
+        steps=steps,
+        backward_steps=() if plan.backward is plan.forward else back,
         pairs_per_rank=tuple(int(w.sum()) // rows for w in work for _ in range(n)),
         heads_per_rank=tuple(len(share.q) for share in every) * plan.size,
-        flops=2 * q.shape[0] * len(every[column].q) * pairs * (q.shape[3] + v.shape[3]) // rows,
+        flops=flops * pairs // rows,
         buffer_bytes=_most_held(plan, row) * per_token * k.element_size(),
         hosts=place.hosts,
         border_bytes=crossing * k.element_size(),
         grad_border_bytes=partials * 4,
+        links=links(plan, row, **nbytes),
         heads=_heads(place, every, qkv) if n > 1 else None,
     )
 
@@ -290,9 +280,9 @@ def _crossing(plan: Plan) -> tuple[int, int]:
 def _kernel(q: Tensor, v: Tensor, options: Options) -> str:
     """Which kernel runs and why; meta tensors may go to any GPU."""
     if q.device.type != "meta":
-        tile = pick(options.kernel, q, v, deterministic=options.deterministic)
+        tile = pick(options.kernel, q, v, **options.of_tile)
         return f"{tile.name} ({tile.why})"
-    tile = choose(options.kernel, Inputs("sm_90", q.dtype, q.shape[-1], v.shape[-1]), deterministic=options.deterministic)
+    tile = choose(options.kernel, Inputs("sm_90", q.dtype, q.shape[-1], v.shape[-1]), **options.of_tile)
     if options.kernel == "auto" and tile.name.startswith("hopper"):
         return f"{tile.name} on an sm_90 GPU, triton on another (meta tensors)"
     return f"{tile.name} ({tile.why}; meta tensors: as on an sm_90 GPU)"
@@ -307,35 +297,3 @@ def _most_held(plan: Plan, rank: int) -> int:
         most = max(most, sum(plan.kv_layout.lengths[block] for block in held))
         held -= set(turn.drop)
     return most
-
-
-def _steps(plan: Plan, course: Course, rank: int, per_token: int, grads_per_token: int) -> tuple[StepReport, ...]:
-    """The steps of a pass; per_token: bytes of K and V, and of float32 dK and dV."""
-    work, rows = plan.work(rank), len(plan.rows)
-
-    def moved(hops: tuple[tuple[int, int], ...], nbytes: int) -> int:
-        return sum(plan.kv_layout.lengths[block] * nbytes for block, _ in hops)
-
-    return tuple(
-        StepReport(
-            attends=turn.attend,
-            pairs=sum(int(work[block]) for block in turn.attend) // rows,
-            bytes_sent=moved(turn.departing.sends, per_token),
-            bytes_received=moved(turn.departing.recvs, per_token),
-            grad_bytes_sent=moved(turn.departing.grad_sends, grads_per_token),
-            grad_bytes_received=moved(turn.departing.grad_recvs, grads_per_token),
-        )
-        for turn in course.turns[rank]
-    )
-
-
-def _size(n: int) -> str:
-    return _count(n, 1024, ("B", "KiB", "MiB", "GiB"))
-
-
-def _count(n: float, base: int, units: tuple[str, ...]) -> str:
-    """A number in the unit that keeps it short."""
-    power = 0
-    while n >= base and power < len(units) - 1:
-        n, power = n / base, power + 1
-    return f"{n:.4g} {units[power]}"

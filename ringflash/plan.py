@@ -5,16 +5,16 @@ hop agree.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ringflash.intervals import KeyTable, RowPieces, local_intervals, needed_blocks, row_pieces, visible_pairs
-from ringflash.layout import Layout
+from ringflash.layout import Layout, contiguous
 from ringflash.mask import Mask
 from ringflash.schedules import Hosts, Needs, Step, Transfer, chosen
 from ringflash.transport.blocks import Hop, Hops
@@ -58,6 +58,20 @@ class Course(NamedTuple):
     shares: tuple[bool, ...]
 
 
+class InOrder(NamedTuple):
+    """All keys in order of their positions, as one rank's rows see them: int32 (begin, end), (1 or batch, seqlen_q) each.
+
+    places: int64, where the keys of the blocks it attends stand, block by block as it attends them.
+    """
+
+    begin: Tensor
+    end: Tensor
+    places: Tensor
+
+
+Table = TypeVar("Table", InOrder, dict[int, tuple[Tensor, Tensor]])
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Everything a ring needs to know about one (layout, mask, schedule, hosts): intervals, needed blocks, steps.
@@ -99,16 +113,37 @@ class Plan:
         Made once per device and stream (another stream would have to wait for this one) and kept with the plan: 8 bytes
         per row and attended block.
         """
+        return self._kept(
+            ("each", rank), device, lambda: self._local_intervals(rank, self.keys, self.attended(rank), device=device)
+        )
+
+    def in_order(self, rank: int, device: torch.device) -> InOrder:
+        """The rank's rows against all keys in order of their positions; made and kept as intervals are."""
+        return self._kept(("in order", rank), device, lambda: self._in_order(rank, device))
+
+    def _in_order(self, rank: int, device: torch.device) -> InOrder:
+        kv = self.kv_layout
+        keys = KeyTable(contiguous(kv.seqlen, 1).shift(kv.offset).runs, max(self.layout.end, kv.end))
+        ((begin, end),) = self._local_intervals(rank, keys, [0], device=device).values()
+        places = torch.cat([kv.positions(block) for block in self.attended(rank)]) - kv.offset
+        places = places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places.to(device)
+        return InOrder(begin, end, places)
+
+    def _local_intervals(
+        self, rank: int, keys: KeyTable, blocks: Sequence[int], *, device: torch.device
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        rows = [r.of(rank) for r in self.rows]
+        return local_intervals(rows, keys, seqlen_q=self.layout.lengths[rank], blocks=blocks, device=device)
+
+    def _kept(self, name: tuple[str, int], device: torch.device, make: Callable[[], Table]) -> Table:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        key = (rank, device, stream)
+        key = (name, device, stream)
         if key in self._tables:
             return self._tables[key]
         with torch.inference_mode(False), torch.no_grad():
-            rows = [r.of(rank) for r in self.rows]
-            made = local_intervals(
-                rows, self.keys, seqlen_q=self.layout.lengths[rank], blocks=self.attended(rank), device=device
-            )
-        if all(type(x) is Tensor for pair in made.values() for x in pair):  # a tracer's fake tensors are for that call alone
+            made = make()
+        tensors = made if isinstance(made, tuple) else [x for pair in made.values() for x in pair]
+        if all(type(x) is Tensor for x in tensors):  # a tracer's fake tensors are for that call alone
             self._tables[key] = made
         return made
 

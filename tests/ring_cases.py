@@ -53,6 +53,7 @@ class Case:
     kv_layout: str | None = None
     schedule: str = "auto"
     transport: str = "auto"
+    reproducible: bool = False
     hosts: tuple[int, ...] | None = None  # as if the ranks ran on such hosts; None: on one
     mesh: tuple[int, int] | None = None  # (ring, heads)
     dtype: torch.dtype = torch.float32
@@ -134,7 +135,7 @@ def run_cases(cases: Sequence[Case]) -> list[Results]:
 
 def _ring(case: Case, rank: int, size: int) -> Results:
     layout, kv_layout = case.layouts(size)
-    options = rf.Options(schedule=case.schedule, transport=case.transport)
+    options = rf.Options(schedule=case.schedule, transport=case.transport, reproducible=case.reproducible)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return rf.ring_attention(  # pyright: ignore[reportReturnType]
@@ -232,7 +233,7 @@ class Threads:
 
     def transport(self, rank: int, pause: Callable[[], None] = lambda: None) -> NVLink:
         """A rank's transport. pause: what its copy engine does before it begins."""
-        return NVLink(Communicator(rank, self.size, tuple(range(self.size))), ThreadLink(self, rank, pause))
+        return NVLink(Communicator(rank, self.size, tuple(range(self.size))), lambda _: ThreadLink(self, rank, pause))
 
 
 class ThreadLink:

@@ -20,9 +20,9 @@ LAYERS = {  # imports point one way: module or package -> what it may import of 
     "launch": "",
     "transport.blocks": "",
     "transport.symmetric": "transport.blocks",
-    "transport.communicator": "transport.symmetric",
+    "transport.communicator": "",
     "transport.p2p": "transport.blocks transport.communicator",
-    "transport.nvlink": "transport.blocks transport.communicator",
+    "transport.nvlink": "transport.blocks transport.communicator transport.symmetric",
     "transport.gathered": "transport.blocks transport.communicator",
     "tile": "kernels",
     "ring": "plan stats transport.blocks",  # plan, transport.blocks: the types of what comes as an argument
@@ -33,7 +33,9 @@ LAYERS = {  # imports point one way: module or package -> what it may import of 
     "agreement": "",
     "auto": "options schedules transport.blocks",
     "api": "agreement auto autograd checks heads layout mask options plan ring tile transport",
-    "explain": "auto checks heads layout mask options plan schedules shares tile",
+    "rates": "",
+    "steps": "plan rates",
+    "explain": "steps auto checks heads layout mask options plan schedules shares tile",
     "context": "agreement api checks layout mask options transport",
     "__init__": "api context explain layout mask options stats",
 }

@@ -1,5 +1,6 @@
 """NVLink transport, on threads and on one rank alone: what arrives where, in what order things happen, what is kept."""
 
+import datetime
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -8,16 +9,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool import Pools
 from ring_cases import Threads, on_threads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringflash.transport import nvlink as module
 from ringflash.transport.blocks import Hops, Moving, Pair, Shapes, Shared
-from ringflash.transport.communicator import Communicator, ExchangeError
-from ringflash.transport.nvlink import LEAST_PIECE, NVLink, pieces
+from ringflash.transport.communicator import Communicator, ExchangeError, communicator
+from ringflash.transport.nvlink import LEAST_PIECE, NVLink, nvlink, pieces
 
 BLOCKS, GRADS, END = range(3)
 
@@ -225,7 +228,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.link = Lone()
-        self.transport = NVLink(Communicator(0, 3, (0, 1, 2)), self.link)
+        self.transport = NVLink(Communicator(0, 3, (0, 1, 2)), lambda _: self.link)
 
     def bring(self, call: Call = CALL, *, grads: bool = False) -> Moving:
         k, v = call.own(0)
@@ -324,3 +327,54 @@ def test_the_word_is_left_though_the_gpu_is_lost() -> None:
     with mock.patch.object(alone.link, "rejoin", side_effect=RuntimeError("CUDA error")):
         alone.transport.abandon(ValueError("x"))
     assert "raised in its call 0: x" in str(alone.transport._comm.left)
+
+
+# The link
+
+
+def found_link(without: list[int]) -> str:
+    """What a rank finds where some have no memory to share, with groups as on GPUs."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    comm = communicator(group)
+    comm.groups["cuda"] = comm.groups["cpu"]
+
+    def connect(group: dist.ProcessGroup, ranks: tuple[int, ...], *, timeout_ms: int) -> str:
+        assert (group, ranks, timeout_ms) == (comm.groups["cuda"], comm.ranks, 17_500)
+        if dist.get_rank() in without:
+            raise [RuntimeError("no peer access"), ImportError(), RuntimeError("")][dist.get_rank()]
+        return "memory"
+
+    timeout = datetime.timedelta(seconds=17.5)
+    with (
+        mock.patch.object(module.symmetric, "connect", connect),
+        mock.patch.object(comm, "timeout", return_value=timeout),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+    ):
+        try:
+            return str(nvlink(comm)._link)
+        except NotImplementedError as error:
+            nvlink(comm).abandon(error)  # must not look for the link again, alone
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("without", "told"),
+    [
+        ([], "memory"),
+        ([0], "share (rank 0: no peer access); use transport='p2p'"),
+        ([1], "share (rank 1: ?); use"),  # an error that says nothing is one too
+        ([0, 1, 2], "share (rank 0: no peer access; rank 1: ?; rank 2: ?); use"),
+    ],
+)
+def test_all_ranks_share_memory_or_none(pools: Pools, without: list[int], told: str) -> None:
+    (found,) = set(pools.run(3, found_link, without))
+    assert told in found
+
+
+def test_the_link_is_made_when_something_moves() -> None:
+    """And not by a rank that leaves before: the others would wait for it."""
+    transport = NVLink(Communicator(0, 3, (0, 1, 2)), mock.Mock(side_effect=AssertionError))
+    transport.abandon(ValueError("x"))
+    with pytest.raises(AssertionError):
+        transport.move(CALL.hops(0), {}, None, shapes=Shapes(*CALL.own(0), CALL.lengths))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_transport_nvlink import CALL, Alone, Call, Lone
+from test_transport_nvlink import CALL, Alone, Call
 from torch import Tensor
 
 from ringflash.transport import nvlink as module
@@ -88,10 +88,10 @@ def test_a_small_block_in_large_buffers_comes_in_one_piece() -> None:
 
 
 def test_a_communicator_keeps_its_transport_and_nothing_else_does() -> None:
-    comm = Communicator(0, 3, (0, 1, 2), link=Lone())  # pyright: ignore[reportArgumentType]
+    comm = Communicator(0, 3, (0, 1, 2))
     transport = nvlink(comm)
     assert nvlink(comm) is transport
-    assert nvlink(Communicator(0, 3, (0, 1, 2), link=Lone())) is not transport  # pyright: ignore[reportArgumentType]
+    assert nvlink(Communicator(0, 3, (0, 1, 2))) is not transport
     gone = weakref.ref(transport)
     del comm, transport
     gc.collect()

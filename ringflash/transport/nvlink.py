@@ -10,21 +10,24 @@ that need no multiprocessor and wait for the meeting alone. So nothing that come
 in which launches are made one after the other, can be what it waits for. `move` returns only then.
 
 Gradients go home the other way: each rank makes the partial dK and dV of other ranks' blocks in memory that they can read, all
-meet, and the owners pull them and add them up in an order that is always the same.
+meet, and the owners pull them and add them up in a fixed order.
 
 A published block may be overwritten once all have pulled it. Two take turns, so that the next call's meeting, which comes after
 the end of each rank's pulling on its stream, says so. A captured graph's replays use the same one each time, whichever the
 call before or behind them used: there a meeting more begins the call and one ends it. Buffers that a graph uses are kept.
 """
 
+import datetime
+import functools
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ringflash.transport import symmetric
 from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Ready, Shapes, Shared
 from ringflash.transport.communicator import Communicator, ExchangeError
 
@@ -91,25 +94,38 @@ class _Way(NamedTuple):
 class NVLink:
     """Blocks and gradients by copy engines over memory that all ranks share; its buffers serve all calls of a communicator."""
 
-    def __init__(self, comm: Communicator, link: Link) -> None:
-        self._comm, self._link = comm, link
+    def __init__(self, comm: Communicator, connect: Callable[[Communicator], Link]) -> None:
+        self._comm, self._connect = comm, connect
         self._published: list[Shared] = []
         self._partials: Shared | None = None
         self._gathered = self._home = torch.empty(0)
         self._sizes = {"block": 0, "grads": 0}
         self._calls = 0
         self._arrived = self._words = torch.empty(0)
-        with torch.inference_mode(False):  # whatever is made here serves calls outside of inference as well
-            self._late = link.late(comm.size)
-        self._any_late = self._late.numpy().any
         self._ways: dict[Hashable, _Way] = {}
         self._in_graphs: list[object] = []
+
+    @functools.cached_property
+    def _link(self) -> Link:
+        """Made in the first call that moves anything, where all ranks meet, agreed on their options."""
+        return self._connect(self._comm)
+
+    @functools.cached_property
+    def _late(self) -> Tensor:
+        with torch.inference_mode(False):  # what is made here serves calls outside of inference as well
+            return self._link.late(self._comm.size)
+
+    @functools.cached_property
+    def _any_late(self) -> Callable[[], object]:
+        return self._late.numpy().any
 
     def move(
         self, hops: Hops, held: Mapping[int, Pair], partial: dict[int, Pair] | None, *, shapes: Shapes, outer: bool = False
     ) -> Moving:
-        """Bring blocks, whose heads are counted in, or take dK and dV home. Raises ExchangeError where a kernel of an earlier
-        call gave up waiting for a block, and RuntimeError where a graph's capture would have to make buffers.
+        """Bring blocks, whose heads are counted in, or take dK and dV home.
+
+        Raises ExchangeError where a kernel of an earlier call gave up waiting for a block, RuntimeError where a graph's capture
+        would have to make buffers, and NotImplementedError, on all ranks, where their GPUs do not read each other's memory.
         """
         assert not outer
         self._link.follow()
@@ -130,7 +146,7 @@ class NVLink:
         """Leave the reason; the others' meeting ends in the group's timeout. A later call comes behind what is under way."""
         self._comm.leave_word(error)
         with suppress(RuntimeError):  # of a GPU that is lost; the error itself must be seen
-            if not self._link.captured:
+            if "_link" in vars(self) and not self._link.captured:
                 self._link.rejoin()
 
     def _bring(self, hops: Hops, own: Pair, shapes: Shapes, *, grads: bool) -> Moving:
@@ -272,8 +288,24 @@ class _Joining:
 
 
 def nvlink(comm: Communicator) -> NVLink:
-    """The NVLink transport of a communicator whose ranks share memory: the same one for all calls."""
-    if "nvlink" not in comm.transports:
-        assert comm.link is not None
-        comm.transports["nvlink"] = NVLink(comm, comm.link)
-    return comm.transports["nvlink"]
+    """The NVLink transport of a communicator."""
+    if "nvlink" not in comm.kept:
+        comm.kept["nvlink"] = NVLink(comm, _connected)
+    return comm.kept["nvlink"]
+
+
+def _connected(comm: Communicator) -> Link:
+    """Memory that the GPUs of all ranks share, tried out. A collective."""
+    group, link, reason = comm.group_for("cuda"), None, b""
+    timeout = comm.timeout(torch.device("cuda", torch.cuda.current_device())) or datetime.timedelta(minutes=10)
+    try:
+        link = symmetric.connect(group, comm.ranks, timeout_ms=int(timeout.total_seconds() * 1000))
+    except (RuntimeError, ImportError) as error:
+        reason = str(error).encode()[:200] or b"?"
+    reasons = {rank: told.decode(errors="replace") for rank, told in enumerate(comm.gather_bytes(reason)) if told}
+    if link is None or reasons:
+        told = "; ".join(f"rank {rank}: {why}" for rank, why in reasons.items())
+        raise NotImplementedError(
+            f"transport='nvlink' found no memory that all ranks' GPUs share ({told}); use transport='p2p'"
+        )
+    return link
