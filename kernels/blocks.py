@@ -123,6 +123,13 @@ def key_range(begin, end, valid, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def fixed_range(lo, gaps, BLOCK_K: tl.constexpr):
+    """(lo, gaps) where key blocks begin at multiples of BLOCK_K: the hull then opens with keys that no row may see."""
+    first = lo // BLOCK_K * BLOCK_K
+    return first, gaps | (first < lo)
+
+
+@triton.jit
 def has_gaps(begin, end_ptr, rows, first, valid):
     """Whether the hull of the rows' keys may hold a key that none of them sees."""
     end_before = tl.load(end_ptr + rows - 1, mask=valid & (rows > first), other=_NEVER)

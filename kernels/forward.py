@@ -54,8 +54,8 @@ def _load_state(acc_ptr, max_ptr, sum_ptr, acc_at, acc_mask, row_at, valid):
 def _kernel(q_ptr, q_strides, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4, v5, v6, v7, k_strides, v_strides,
             begins, ends, interval_strides, readys, waits,
             acc_ptr, max_ptr, sum_ptr, out_ptr, lse_ptr, sizes, scale,
-            SEGMENTS: tl.constexpr, CARRIED: tl.constexpr, FINISH: tl.constexpr, WAIT: tl.constexpr, TMA: tl.constexpr,
-            FENCE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, HEADDIM: tl.constexpr,
+            SEGMENTS: tl.constexpr, CARRIED: tl.constexpr, FINISH: tl.constexpr, FIXED: tl.constexpr, WAIT: tl.constexpr,
+            TMA: tl.constexpr, FENCE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, HEADDIM: tl.constexpr,
             HEADDIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADDIM_PAD: tl.constexpr,
             HEADDIM_V_PAD: tl.constexpr):  # fmt: skip
     seqlen_q, nheads_q, group = blocks.size32(sizes[0]), blocks.size32(sizes[1]), blocks.size32(sizes[2])
@@ -90,6 +90,9 @@ def _kernel(q_ptr, q_strides, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4
             begin, end = blocks.load_interval(begin_ptr, end_ptr, rows, seqlen_q)
             gaps = blocks.has_gaps(begin, end_ptr, rows, first, valid)
             lo, full_lo, full_hi, hi = blocks.key_range(begin, end, valid, BLOCK_K)
+            if FIXED:  # one loop for all blocks: which of them every row sees whole depends on the rows
+                lo, gaps = blocks.fixed_range(lo, gaps, BLOCK_K)
+                full_lo, full_hi = lo, lo
             if WAIT:  # noqa: SIM102
                 if (hi > lo) & (((blocks.size(waits) >> s) & 1) != 0):
                     blocks.wait(blocks.pick(readys, s, SEGMENTS), h // group, FENCE)
@@ -103,11 +106,12 @@ def _kernel(q_ptr, q_strides, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4
                     q_blk, k, k_at, v, v_at, n0, row_keys, acc, row_max, row_sum, scale, True, BLOCK_Q,
                     BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION,
                 )  # fmt: skip
-            for n0 in tl.range(full_lo, full_hi, BLOCK_K):
-                acc, row_max, row_sum = _step(
-                    q_blk, k, k_at, v, v_at, n0, row_keys, acc, row_max, row_sum, scale, False, BLOCK_Q,
-                    BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION,
-                )  # fmt: skip
+            if not FIXED:
+                for n0 in tl.range(full_lo, full_hi, BLOCK_K):
+                    acc, row_max, row_sum = _step(
+                        q_blk, k, k_at, v, v_at, n0, row_keys, acc, row_max, row_sum, scale, False, BLOCK_Q,
+                        BLOCK_K, HEADDIM, HEADDIM_PAD, HEADDIM_V, HEADDIM_V_PAD, TMA, PRECISION,
+                    )  # fmt: skip
 
     if FINISH:
         out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]  # a row that saw no key: 0 / 1
@@ -121,14 +125,20 @@ def _kernel(q_ptr, q_strides, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4
 
 
 def forward(
-    q: Tensor, segments: list[Segment], scale: float, state: State | None = None, finish: bool = True
+    q: Tensor,
+    segments: list[Segment],
+    scale: float,
+    state: State | None = None,
+    finish: bool = True,
+    *,
+    fixed: bool = False,
 ) -> tuple[Tensor, ...]:
     """Attend the segments, starting from `state`: -> State, or (out, lse) with `finish` (README.md has the contract).
 
     q (batch, seqlen_q, nheads_q, headdim) in float32, float16 or bfloat16 on a device Triton runs on. The storage of
     `state` is consumed. More than portable.MAX_SEGMENTS segments take several launches, the state carried between them.
     """
-    return launch(q, segments, scale, state=state, finish=finish)
+    return launch(q, segments, scale, state=state, finish=finish, options=portable.Options(fixed=fixed))
 
 
 def launch(
@@ -193,11 +203,14 @@ def _one_launch(
     group = nheads_q // segments[0].k.shape[2] if segments else 1
     heads = batch * nheads_q
     chunk = options.chunk or portable.heads_together(portable.key_bytes(segments), group, heads)
+    how = config.launch_options(tile, arch)
+    if options.fixed:  # every rounding is written in the kernel, none is up to a compiler that fuses where it likes
+        how["enable_fp_fusion"] = False
     with portable.guard(q.device):
         _kernel[(triton.cdiv(seqlen_q, tile.block_q) * heads,)](  # pyright: ignore[reportIndexIssue]
             q, portable.strides_of(q, False, args.align), *portable.slots(args.ks),
             *portable.slots(args.vs), *args.keys, *args.intervals, *state, *result,
             portable.encode(seqlen_q, nheads_q, group, heads, chunk), scale * LOG2E, HEADDIM=headdim, HEADDIM_V=headdim_v,
             BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, TMA=tma, FENCE=tma and q.device.type == "cuda",
-            **config.launch_options(tile, arch), **flags, **args.constexprs, **portable.pads(headdim, headdim_v),
+            FIXED=options.fixed, **how, **flags, **args.constexprs, **portable.pads(headdim, headdim_v),
         )  # fmt: skip

@@ -20,11 +20,12 @@ CACHE_BYTES = 32 << 20
 
 
 class Options(NamedTuple):
-    """What a benchmark varies; None is the library's own choice."""
+    """What a benchmark varies (None is the library's own choice), and whether the forward's key blocks lie at fixed places."""
 
     tile: config.Tile | None = None
     tma: bool | None = None
     chunk: int | None = None
+    fixed: bool = False
 
 
 class Arguments(NamedTuple):

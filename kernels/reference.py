@@ -7,7 +7,7 @@ causal mask replaced by one half-open interval of visible keys per row. A segmen
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ LN2 = math.log(2)
 # Rows and keys of one block: wide enough that CPU matrix products dominate, small enough to stay linear in memory.
 BLOCK_Q = 256
 BLOCK_K = 512
+# Torch shares no elementwise work of so few elements out between threads.
+_ONE_THREAD = 32768
 
 
 class Segment(NamedTuple):
@@ -74,8 +76,11 @@ def _wait(segment: Segment) -> None:
         time.sleep(1e-4)
 
 
-def _blocks(segment: Segment, batch: int) -> Iterator[_Block]:
-    """Walk the blocks that hold a visible pair, batch row by batch row, keys innermost, once the segment is ready."""
+def _blocks(segment: Segment, batch: int, *, fixed: bool = False) -> Iterator[_Block]:
+    """Walk the blocks that hold a visible pair, batch row by batch row, keys innermost, once the segment is ready.
+
+    fixed: key blocks begin at multiples of BLOCK_K, and all are masked; seqlen_k is a multiple of BLOCK_K.
+    """
     waited = segment.ready is None
     begin, end = segment.begin.expand(batch, -1), segment.end.expand(batch, -1)
     for b in range(batch):
@@ -89,11 +94,13 @@ def _blocks(segment: Segment, batch: int) -> Iterator[_Block]:
                 _wait(segment)
                 waited = True
             first, last = int(begin_blk[filled].min()), int(end_blk[filled].max())
+            if fixed:
+                first, last = first // BLOCK_K * BLOCK_K, -(-last // BLOCK_K) * BLOCK_K
             for key in range(first, last, BLOCK_K):
                 keys = slice(key, min(key + BLOCK_K, last))
                 index = torch.arange(keys.start, keys.stop, device=begin.device)
                 visible = (index >= begin_blk) & (index < end_blk)
-                if bool(visible.all()):
+                if not fixed and bool(visible.all()):
                     yield _Block(b, rows, keys, visible.new_empty(0), visible.new_empty(0))
                 elif bool(visible.any()):
                     yield _Block(b, rows, keys, visible, visible.any(0))
@@ -123,9 +130,19 @@ def _times_rows(p: Tensor, x: Tensor) -> Tensor:
 
 
 def forward(
-    q: Tensor, segments: Sequence[Segment], scale: float, state: State | None = None, finish: bool = True
+    q: Tensor,
+    segments: Sequence[Segment],
+    scale: float,
+    state: State | None = None,
+    finish: bool = True,
+    *,
+    fixed: bool = False,
 ) -> tuple[Tensor, ...]:
     """Attend the segments, starting from `state`: -> State, or (out, lse) with `finish` (README.md has the contract)."""
+    if fixed:
+        assert state is None
+        assert finish
+        return _forward_fixed(q, segments, scale)
     headdim_v = segments[0].v.shape[-1] if segments else (state[0] if state else q).shape[-1]
     acc, row_max, row_sum = state if state is not None else empty_state((*q.shape[:3], headdim_v), q.device)
     for segment in segments:
@@ -136,7 +153,47 @@ def forward(
     return finish_state((acc, row_max, row_sum), q.dtype)
 
 
-def _forward_block(q: Tensor, segment: Segment, scale: float, state: State, blk: _Block) -> None:
+def _forward_fixed(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) by blocks of one shape, however many rows and keys there are: the bits of a CPU's matrix product change with
+    its shape.
+    """
+    rows, headdim_v = q.shape[1], segments[0].v.shape[-1]
+    whole = _whole_blocks(q, BLOCK_Q)
+    state = empty_state((*whole.shape[:3], headdim_v), q.device)
+    for segment in segments:
+        _wait(segment)
+        begin, end = (_whole_blocks(x, BLOCK_Q) for x in (segment.begin, segment.end))
+        padded = Segment(_whole_blocks(segment.k, BLOCK_K), _whole_blocks(segment.v, BLOCK_K), begin, end)
+        for blk in _blocks(padded, q.shape[0], fixed=True):
+            _forward_block(whole, padded, scale, state, blk, exp2=_exp2_fixed)
+    out, lse = finish_state(state, q.dtype)
+    return out[:, :rows].contiguous(), lse[..., :rows].contiguous()
+
+
+def _exp2_fixed(x: Tensor) -> Tensor:
+    """2**x, where a number's bits do not depend on its place: torch takes another function for what is left of a thread's share
+    behind the last whole vector, and x, of whole blocks, has such a rest only where shares end inside.
+    """
+    return torch.cat([part.exp2() for part in x.contiguous().view(-1).split(_ONE_THREAD)]).view(x.shape)
+
+
+def _whole_blocks(x: Tensor, block: int) -> Tensor:
+    """x (batch, seqlen, ...), contiguous, with zeros behind it up to a multiple of the block."""
+    batch, seqlen = x.shape[:2]
+    padded = x.new_zeros(batch, -(-seqlen // block) * block, *x.shape[2:])
+    padded[:, :seqlen] = x
+    return padded
+
+
+def _forward_block(
+    q: Tensor,
+    segment: Segment,
+    scale: float,
+    state: State,
+    blk: _Block,
+    *,
+    exp2: Callable[[Tensor], Tensor] = torch.exp2,
+) -> None:
     nheads_k = segment.k.shape[2]
     acc, row_max, row_sum = state
     acc_blk = acc[blk.b, blk.rows].unflatten(1, (nheads_k, -1)).permute(1, 2, 0, 3)  # views into the state:
@@ -148,8 +205,8 @@ def _forward_block(q: Tensor, segment: Segment, scale: float, state: State, blk:
     x = blk.mask(_scores(_heads_first(q[blk.b, blk.rows], nheads_k), k_blk, scale), -math.inf)
     new_max = torch.maximum(max_blk, x.amax(-1))
     safe_max = new_max.masked_fill(new_max == -math.inf, 0.0)  # rows that have seen nothing: exp2(-inf - 0) = 0, not NaN
-    p = torch.exp2(x - safe_max[..., None])
-    alpha = torch.exp2(max_blk - safe_max)
+    p = exp2(x - safe_max[..., None])
+    alpha = exp2(max_blk - safe_max)
     acc_blk.mul_(alpha[..., None]).add_(_times_keys(p, v_blk))
     sum_blk.mul_(alpha).add_(p.sum(-1))
     max_blk.copy_(new_max)

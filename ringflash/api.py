@@ -100,9 +100,9 @@ def _prepare(comm: Communicator, qkv: tuple[Tensor, Tensor, Tensor], given: chec
     if comm.size > 1:
         comm.group_for(q.device.type)
     heads = checks.heads_ranks(call.options.transport, comm.mesh)
-    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=comm.hosts, shares_memory=comm.link is not None, heads=heads)
+    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=comm.hosts, heads=heads)
     found = route(call.options, facts)
-    tile = pick(call.options.kernel, q, v, deterministic=call.options.deterministic)
+    tile = pick(call.options.kernel, q, v, **call.options.of_tile)
     return qkv, _ring(comm, call, found, tile, TokenBytes.of(q, v)), call
 
 
@@ -113,7 +113,8 @@ def _ring(comm: Communicator, call: checks.Call, found: Route, tile: Tile, token
     how = {"schedule": found.schedule, "hosts": comm.hosts, "token": token}
     plan = inner_plan(call.layout, call.mask, call.kv_layout, size=n, rank=column, **how)
     if n == 1:
-        return Ring(plan, row, tile, TRANSPORTS[found.transport](comm) if comm.size > 1 else None, call.scale)
+        transport = TRANSPORTS[found.transport](comm) if comm.size > 1 else None
+        return Ring(plan, row, tile, transport, call.scale, in_order=call.options.reproducible)
     ring = Ring(plan, row, tile, P2P(comm, range(column, comm.size, n)), call.scale)
     ranks = range(row * n, row * n + n)
     return Heads(ring, column, rows(call.layout, ranks), rows(call.kv_layout, ranks), P2P(comm, ranks))

@@ -13,24 +13,20 @@ from ringflash.transport.blocks import Shapes
 class Facts(NamedTuple):
     """What the choice depends on, the same on every rank.
 
-    device: type of the tensors. shares_memory: the ranks' GPUs read each other's memory. buffer_bytes: what a rank keeps to
-    gather all keys and their gradients. heads: how many ranks exchange sequence for heads, if any;
-    a ring then has size / heads ranks.
+    device: type of the tensors. buffer_bytes: what a rank keeps to gather all keys and their gradients. heads: how many ranks
+    exchange sequence for heads, if any; a ring then has size / heads ranks.
     """
 
     size: int
     hosts: Hosts
     device: str
-    shares_memory: bool
     buffer_bytes: int
     heads: int = 1
 
     @classmethod
-    def of(
-        cls, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, hosts: Hosts, shares_memory: bool, heads: int = 1
-    ) -> "Facts":
+    def of(cls, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, hosts: Hosts, heads: int = 1) -> "Facts":
         """For this rank's k and v, where lengths are those of all ranks' blocks."""
-        return cls(len(lengths), hosts, k.device.type, shares_memory, Shapes((k, v), lengths).buffer_bytes, heads)
+        return cls(len(lengths), hosts, k.device.type, Shapes((k, v), lengths).buffer_bytes, heads)
 
 
 class Route(NamedTuple):
@@ -57,13 +53,18 @@ _ONE_RING = _Need(
     lambda options, facts: facts.heads == 1,
     lambda options, facts: f"needs one ring of all ranks: the mesh is {facts.size // facts.heads} x {facts.heads}",
 )
+_NOT_IN_ORDER = _Need(
+    lambda options, facts: not options.reproducible,
+    lambda options, facts: "attends keys as ranks hold them, reproducible=True attends them in order of their positions",
+)
 NEEDS: dict[str, tuple[_Need, ...]] = {
     "nvlink": (
+        _NOT_IN_ORDER,
         _ONE_RING,
         _Need(lambda o, f: f.device == "cuda", lambda o, f: f"needs GPUs: the tensors are on a {f.device}"),
         _Need(
-            lambda o, f: f.shares_memory,
-            lambda o, f: "needs one host whose GPUs read each other's memory (NVLink or PCIe peers)",
+            lambda o, f: len(set(f.hosts)) == 1,
+            lambda o, f: f"needs GPUs of one host: the ranks are on {len(set(f.hosts))}",
         ),
         _Need(
             lambda o, f: f.buffer_bytes <= o.max_buffer_bytes,
@@ -76,6 +77,7 @@ NEEDS: dict[str, tuple[_Need, ...]] = {
         ),
     ),
     "p2p": (
+        _NOT_IN_ORDER,
         _Need(
             lambda o, f: o.schedule != "gather",
             lambda o, f: "keeps two blocks and does not gather: schedule='gather' goes with transport 'nvlink' or 'allgather'",
@@ -90,6 +92,7 @@ NEEDS: dict[str, tuple[_Need, ...]] = {
         _GATHERS,
     ),
     "ulysses": (
+        _NOT_IN_ORDER,
         _Need(
             lambda o, f: o.schedule == "auto",
             lambda o, f: f"passes no blocks from rank to rank, so that schedule must be 'auto': schedule={o.schedule!r}",
@@ -97,6 +100,7 @@ NEEDS: dict[str, tuple[_Need, ...]] = {
     ),
 }
 PREFERRED = {"nvlink": "one launch, keys pulled by copy engines", "p2p": "keeps two blocks in flight"}
+IN_ORDER = {"allgather": "brings all keys, which reproducible=True attends in order of their positions"}
 
 
 def route(options: Options, facts: Facts) -> Route:
@@ -108,13 +112,14 @@ def route(options: Options, facts: Facts) -> Route:
         if reason is not None:
             raise NotImplementedError(f"transport={options.transport!r} {reason}; use transport='auto'")
         return _route(options.transport, "asked for", options, facts)
-    missing = {name: why_not(name, options, facts) for name in PREFERRED}
+    preferred, way_out = (IN_ORDER, "reproducible=False") if options.reproducible else (PREFERRED, "schedule='auto'")
+    missing = {name: why_not(name, options, facts) for name in preferred}
     for name, reason in missing.items():
         if reason is None:
             passed = [f"{other} {why}" for other, why in missing.items() if why is not None]
-            return _route(name, "; ".join([PREFERRED[name], *passed]), options, facts)
+            return _route(name, "; ".join([preferred[name], *passed]), options, facts)
     reasons = "; ".join(f"transport {name!r} {reason}" for name, reason in missing.items())
-    raise NotImplementedError(f"{reasons}; use schedule='auto'")
+    raise NotImplementedError(f"{reasons}; use {way_out}")
 
 
 def why_not(transport: str, options: Options, facts: Facts) -> str | None:

@@ -166,7 +166,7 @@ def explain(
         raise ValueError(f"rank must be in 0 ... size-1: rank={rank}, size={size}")
     (q, k, v), call = checks.prepare(q, k, v, given, rank=rank, size=size, meta=True)
     places, n = checks.hosts(hosts, size), checks.heads_ranks(options.transport, checks.mesh(mesh, size))
-    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=places, shares_memory=len(set(places)) == 1, heads=n)
+    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=places, heads=n)
     found = route(options, facts._replace(device="cuda") if k.device.type == "meta" else facts)
     report = _report(_Place(call, found, places, rank, TokenBytes.of(q, v)), (q, k, v))
     gathers = size > 1 and found.schedule == "gather"
@@ -301,9 +301,9 @@ def _crossing(plan: Plan, course: Course, per_token: int, grads_per_token: int) 
 def _kernel(q: Tensor, v: Tensor, options: Options) -> str:
     """Which kernel runs and why; meta tensors may go to any GPU."""
     if q.device.type != "meta":
-        tile = pick(options.kernel, q, v, deterministic=options.deterministic)
+        tile = pick(options.kernel, q, v, **options.of_tile)
         return f"{tile.name} ({tile.why})"
-    tile = choose(options.kernel, Inputs("sm_90", q.dtype, q.shape[-1], v.shape[-1]), deterministic=options.deterministic)
+    tile = choose(options.kernel, Inputs("sm_90", q.dtype, q.shape[-1], v.shape[-1]), **options.of_tile)
     if options.kernel == "auto" and tile.name.startswith("hopper"):
         return f"{tile.name} on an sm_90 GPU, triton on another (meta tensors)"
     return f"{tile.name} ({tile.why}; meta tensors: as on an sm_90 GPU)"

@@ -27,6 +27,11 @@ class Options:
     deterministic: the same inputs give the same bits. Without it so they do, but for kernel "hopper": the last bits of dQ,
     whose sum over keys is taken in the order that programs arrive, and those of out and lse where scores are too far apart for
     its optimistic softmax. Every path honours it.
+    reproducible: deterministic, and a query's out and lse have the same bits for every ring size and layout, on one kind
+    of machine with one version of torch and Triton. Every rank gathers all keys, and they are attended in order of their
+    positions, in blocks that begin at fixed ones: by "allgather", which "auto" then takes, and by any kernel but "hopper". It
+    is slower, and one rank goes the same way, so that its bits are not those of one rank without it. Gradients have the same
+    bits from run to run; between ring sizes and layouts they differ by rounding.
     kernel: "auto"; "reference", plain torch; "triton", any GPU; "hopper", sm_90 (explain says whether its backward too).
     Raises ValueError for any other value.
     """
@@ -37,12 +42,19 @@ class Options:
     deterministic: bool = False
     kernel: str = "auto"
     max_buffer_bytes: int = 16 << 30
+    reproducible: bool = False
+
+    @property
+    def of_tile(self) -> dict[str, bool]:
+        """What is asked of a tile besides its name, as tile.pick takes it."""
+        return {"deterministic": self.deterministic or self.reproducible, "fixed": self.reproducible}
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}: {name}={getattr(self, name)!r}")
-        if not isinstance(self.deterministic, bool):
-            raise TypeError(f"deterministic must be True or False: deterministic={self.deterministic!r}")
+        for name in ("deterministic", "reproducible"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False: {name}={getattr(self, name)!r}")
         if isinstance(self.max_buffer_bytes, bool) or not isinstance(self.max_buffer_bytes, int) or self.max_buffer_bytes < 0:
             raise ValueError(f"max_buffer_bytes must be an int of at least 0: max_buffer_bytes={self.max_buffer_bytes!r}")

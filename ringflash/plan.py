@@ -7,14 +7,14 @@ hop agree.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ringflash.intervals import KeyTable, RowPieces, about_pairs, local_intervals, needed_blocks, row_pieces, visible_pairs
-from ringflash.layout import Layout
+from ringflash.layout import Layout, contiguous
 from ringflash.mask import Mask
 from ringflash.schedules import Hosts, Needs, Step, Transfer, chosen, chosen_for_rows, without_idle
 from ringflash.transport.blocks import Hop, Hops
@@ -105,6 +105,20 @@ class Traffic(NamedTuple):
         return Traffic(self.keys * batch, self.rows * batch, self.work)
 
 
+class InOrder(NamedTuple):
+    """All keys in order of their positions, as one rank's rows see them: int32 (begin, end), (1 or batch, seqlen_q) each.
+
+    places: int64, where the keys of the blocks it attends stand, block by block as it attends them.
+    """
+
+    begin: Tensor
+    end: Tensor
+    places: Tensor
+
+
+Table = TypeVar("Table", InOrder, dict[int, tuple[Tensor, Tensor]])
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Everything a ring needs to know about one (layout, mask, schedule, hosts): intervals, needed blocks, steps.
@@ -152,7 +166,7 @@ class Plan:
         Made once per device and stream (another stream would have to wait for this one) and kept with the plan: 8 bytes
         per row and attended block.
         """
-        return self._kept(("keys", rank), device, lambda: self._local(rank, self.attended(rank), device))
+        return self._kept(("keys", rank), device, lambda: self._local(rank, self.keys, self.attended(rank), device=device))
 
     def row_intervals(self, rank: int, device: torch.device) -> Intervals:
         """Where rows travel: local (begin, end) of each block of rows that the rank attends, in its own keys, int32 (1 or
@@ -160,21 +174,36 @@ class Plan:
         """
         others = [block for turn in self.backward.turns[rank] for block in turn.attend if block != rank]
         own = {rank: self.intervals(rank, device)[rank]}
-        return self._kept(("rows", rank), device, lambda: own | {b: self._local(b, [rank], device)[rank] for b in others})
+        return self._kept(
+            ("rows", rank), device, lambda: own | {b: self._local(b, self.keys, [rank], device=device)[rank] for b in others}
+        )
 
-    def _local(self, rank: int, blocks: Sequence[int], device: torch.device) -> Intervals:
+    def in_order(self, rank: int, device: torch.device) -> InOrder:
+        """The rank's rows against all keys in order of their positions; made and kept as intervals are."""
+        return self._kept(("in order", rank), device, lambda: self._in_order(rank, device))
+
+    def _in_order(self, rank: int, device: torch.device) -> InOrder:
+        kv = self.kv_layout
+        keys = KeyTable(contiguous(kv.seqlen, 1).shift(kv.offset).runs, max(self.layout.end, kv.end))
+        ((begin, end),) = self._local(rank, keys, [0], device=device).values()
+        places = torch.cat([kv.positions(block) for block in self.attended(rank)]) - kv.offset
+        places = places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places.to(device)
+        return InOrder(begin, end, places)
+
+    def _local(self, rank: int, keys: KeyTable, blocks: Sequence[int], *, device: torch.device) -> Intervals:
         """Of a rank's rows in blocks of keys."""
         rows, seqlen_q = [r.of(rank) for r in self.rows], self.layout.lengths[rank]
-        return local_intervals(rows, self.keys, seqlen_q=seqlen_q, blocks=blocks, device=device)
+        return local_intervals(rows, keys, seqlen_q=seqlen_q, blocks=blocks, device=device)
 
-    def _kept(self, name: tuple[str, int], device: torch.device, make: Callable[[], Intervals]) -> Intervals:
+    def _kept(self, name: tuple[str, int], device: torch.device, make: Callable[[], Table]) -> Table:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        key = (*name, device, stream)
+        key = (name, device, stream)
         if key in self._tables:
             return self._tables[key]
         with torch.inference_mode(False), torch.no_grad():
             made = make()
-        if all(type(x) is Tensor for pair in made.values() for x in pair):  # a tracer's fake tensors are for that call alone
+        tensors = made if isinstance(made, tuple) else [x for pair in made.values() for x in pair]
+        if all(type(x) is Tensor for x in tensors):  # a tracer's fake tensors are for that call alone
             self._tables[key] = made
         return made
 

@@ -53,6 +53,8 @@ class Ring:
     """One rank's way through a plan: its place, its tile, its transport (None: a ring of one) and the softmax scale.
 
     before_backward: run by backward first, where ranks compare what they are about to do.
+    in_order: forward joins all keys in order of their positions and attends them as one segment, so that where they lay leaves
+    no trace in any bit; the plan brings them all in one turn.
     """
 
     plan: Plan
@@ -61,16 +63,18 @@ class Ring:
     transport: Transport | None
     scale: float
     before_backward: Callable[[], None] | None = None
+    in_order: bool = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries over the keys of all ranks."""
         turns = self.plan.forward.turns[self.rank]
         here = self._start(self.plan.forward, (k, v), k.dtype)
         state: tuple[Tensor, ...] | None = None
+        segments = self._joined if self.in_order else self._segments
         for turn in turns:
             moving = here.post(turn)
             if turn.attend:
-                state = self.tile.forward(q, self._segments(here, moving, turn.attend, q), self.scale, state, turn.last)
+                state = self.tile.forward(q, segments(here, moving, turn.attend, q), self.scale, state, turn.last)
             here.land(moving, turn)
         assert state is not None  # the own block is always attended
         out, lse = state  # finished in the last turn that attends
@@ -117,6 +121,16 @@ class Ring:
         """Of blocks of keys that are here, or that arrive meanwhile."""
         intervals = self.plan.intervals(self.rank, q.device)
         return [self.tile.segment(*here.block(b, moving), *intervals[b], *moving.ready.get(b, ())) for b in blocks]
+
+    def _joined(self, here: "_Held", moving: Moving, blocks: tuple[int, ...], q: Tensor) -> list[Any]:
+        """All keys as one segment, in memory of its own whatever the number of ranks; what no row sees is left as it is."""
+        order, seqlen = self.plan.in_order(self.rank, q.device), self.plan.kv_layout.seqlen
+        k, v = (x.new_empty(x.shape[0], seqlen, *x.shape[2:]) for x in here.block(self.rank, moving))
+        places = order.places.split([self.plan.kv_layout.lengths[block] for block in blocks])
+        for block, at in zip(blocks, places, strict=True):
+            for into, x in zip((k, v), here.block(block, moving), strict=True):
+                into.index_copy_(1, at, x)
+        return [self.tile.segment(k, v, order.begin, order.end)]
 
     def _add_gradients(
         self, own: Parts, here: "_Held", moving: Moving, blocks: tuple[int, ...], away: "_Rooms | None", stay: "_Rooms | None"

@@ -28,17 +28,28 @@ class Tile(NamedTuple):
     fused_backward: bool = False
 
 
-def pick(kernel: str, q: Tensor, v: Tensor, *, deterministic: bool = False) -> Tile:
+_NOT_FIXED = "has no key blocks at fixed places, which reproducible=True needs"
+
+
+def pick(kernel: str, q: Tensor, v: Tensor, *, deterministic: bool = False, fixed: bool = False) -> Tile:
     """The tile for q (..., headdim) and v (..., headdim_v). kernel "auto" chooses; a name asks for that implementation.
 
-    Raises NotImplementedError where the one asked for cannot run.
+    fixed: its forward is called with fixed=True. Raises NotImplementedError where the one asked for cannot run.
     """
-    return choose(kernel, Inputs(_arch(q.device), q.dtype, q.shape[-1], v.shape[-1]), deterministic=deterministic)
+    inputs = Inputs(_arch(q.device), q.dtype, q.shape[-1], v.shape[-1])
+    return choose(kernel, inputs, deterministic=deterministic, fixed=fixed)
 
 
 @functools.lru_cache(maxsize=256)
-def choose(kernel: str, inputs: Inputs, *, deterministic: bool = False) -> Tile:
+def choose(kernel: str, inputs: Inputs, *, deterministic: bool = False, fixed: bool = False) -> Tile:
     """As pick, by what matters of the tensors."""
+    if fixed and kernel == "hopper":
+        raise NotImplementedError(f"kernel='hopper' {_NOT_FIXED}; use kernel='auto'")
+    tile = _choice(kernel, inputs, deterministic, fixed)
+    return tile._replace(forward=functools.partial(tile.forward, fixed=True)) if fixed else tile
+
+
+def _choice(kernel: str, inputs: Inputs, deterministic: bool, fixed: bool) -> Tile:
     has_triton = importlib.util.find_spec("triton") is not None
     on_gpu = inputs.arch.startswith(("sm_", "gfx", "cuda"))
     if kernel == "reference":
@@ -52,6 +63,8 @@ def choose(kernel: str, inputs: Inputs, *, deterministic: bool = False) -> Tile:
         return _triton("asked for")
     if not on_gpu or not has_triton:
         return _reference("Triton is not installed" if on_gpu else "tensors on a CPU")
+    if fixed:
+        return _triton(f"hopper {_NOT_FIXED}")
     reason = _why_not("forward", inputs)
     if reason is None:
         try:

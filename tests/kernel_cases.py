@@ -82,7 +82,7 @@ def compile_kernel(
         tile = config.TABLE[arch, size, max(64, pad, pad_v)]._asdict()[which]
     assert tile is not None
     constexprs = {
-        "SEGMENTS": segments, "CARRIED": False, "FINISH": True, "WAIT": False, "TMA": tma, "FENCE": False,
+        "SEGMENTS": segments, "CARRIED": False, "FINISH": True, "FIXED": False, "WAIT": False, "TMA": tma, "FENCE": False,
         "ALIGN": 16 // size, "PRECISION": "ieee", "HEADDIM": headdim, "HEADDIM_V": headdim_v, "BLOCK_Q": tile.block_q,
         "BLOCK_K": tile.block_k, "HEADDIM_PAD": pad, "HEADDIM_V_PAD": pad_v, "FANOUT": 256, "VECTORS": tma,
         **flags,

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ GROUP_TIMEOUT = datetime.timedelta(seconds=90)
 JOB_TIMEOUT = 120.0  # longer than the group's, so that a hang inside a collective first shows where it hangs
 GRACE = 2.0  # seconds the other ranks get to report after one has failed
 START_TIMEOUT = 300.0
+MOST_THREADS = 150  # of a worker, three for each of its groups
 MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
 
 
@@ -51,7 +53,16 @@ class Pool:
         payload = pickle.dumps((fn, args))
         for _, connection in self._workers:
             connection.send_bytes(payload)
-        return self._collect(f"{fn.__module__}.{fn.__qualname__}{args!r:.300}", timeout)
+        results = self._collect(f"{fn.__module__}.{fn.__qualname__}{args!r:.300}", timeout)
+        if self._crowded():
+            self.leave()
+            self.close()
+        return results
+
+    def _crowded(self) -> bool:
+        """Whether the workers' groups, of which each has threads that never quite sleep, are better begun anew."""
+        threads = Path(f"/proc/{self._workers[0][0].pid}/task")
+        return threads.is_dir() and len(os.listdir(threads)) > MOST_THREADS
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")

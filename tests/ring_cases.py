@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import oracle
@@ -52,6 +53,7 @@ class Case:
     kv_layout: str | None = None
     schedule: str = "auto"
     transport: str = "auto"
+    reproducible: bool = False
     hosts: tuple[int, ...] | None = None  # as if the ranks ran on such hosts; None: on one
     mesh: tuple[int, int] | None = None  # (ring, heads)
     dtype: torch.dtype = torch.float32
@@ -133,7 +135,7 @@ def run_cases(cases: Sequence[Case]) -> list[Results]:
 
 def _ring(case: Case, rank: int, size: int) -> Results:
     layout, kv_layout = case.layouts(size)
-    options = rf.Options(schedule=case.schedule, transport=case.transport)
+    options = rf.Options(schedule=case.schedule, transport=case.transport, reproducible=case.reproducible)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return rf.ring_attention(  # pyright: ignore[reportReturnType]
@@ -231,10 +233,10 @@ class Threads:
 
     def transport(self, rank: int, pause: Callable[[], None] = lambda: None) -> NVLink:
         """A rank's transport. pause: what its copy engine does before it begins."""
-        return NVLink(Communicator(rank, self.size, tuple(range(self.size))), _ThreadLink(self, rank, pause))
+        return NVLink(Communicator(rank, self.size, tuple(range(self.size))), lambda _: ThreadLink(self, rank, pause))
 
 
-class _ThreadLink:
+class ThreadLink:
     """One thread's link: memory is shared anyway, and there is one stream, in which copies are made at once."""
 
     captured = False
@@ -251,6 +253,9 @@ class _ThreadLink:
 
     def meet(self, channel: int) -> None:
         self._threads.meetings[channel].wait()
+
+    def follow(self) -> None:
+        """There is one stream."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -289,6 +294,11 @@ def run_threads(case: Case, size: int) -> list[Results]:
         ring = Ring(plan, rank, tile, transport, scale)
         return on_rank(case, rank, size, lambda q, k, v: attend(q, k, v, ring=ring))
 
+    return on_threads(size, one)
+
+
+def on_threads(size: int, one: Callable[[int], Any]) -> list[Any]:
+    """one(rank) for each rank, at once."""
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(one, range(size)))
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 import ringflash as rf
-from ringflash.auto import NEEDS, PREFERRED, Facts, Route, route
+from ringflash.auto import IN_ORDER, NEEDS, PREFERRED, Facts, Route, route
 from ringflash.options import CHOICES
 
-FACTS = Facts(size=4, hosts=(0, 0, 0, 0), device="cuda", shares_memory=True, buffer_bytes=1000)
+FACTS = Facts(size=4, hosts=(0, 0, 0, 0), device="cuda", buffer_bytes=1000)
 MESH = FACTS._replace(heads=2)
 
 
 def test_every_transport_has_its_needs() -> None:
     assert {"auto", *NEEDS} == set(CHOICES["transport"])
-    assert set(PREFERRED) <= set(NEEDS)
+    assert {*PREFERRED, *IN_ORDER} <= set(NEEDS)
 
 
 def test_one_rank_moves_nothing() -> None:
@@ -30,12 +30,19 @@ def test_one_rank_moves_nothing() -> None:
         (FACTS, rf.Options(), "p2p", "keeps two blocks in flight; nvlink is on request until its tests have passed as a whole"),
         (FACTS, rf.Options(transport="nvlink"), "nvlink", "asked for"),
         (FACTS._replace(device="cpu"), rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs GPUs: the tensors"),
-        (FACTS._replace(shares_memory=False), rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs one host whose"),
+        (
+            FACTS._replace(hosts=(0, 0, 1, 1)),
+            rf.Options(),
+            "p2p",
+            "keeps two blocks in flight; nvlink needs GPUs of one host: the",
+        ),
         (FACTS, rf.Options(max_buffer_bytes=999), "p2p", "keeps two blocks in flight; nvlink would keep 1000 bytes"),
         (FACTS, rf.Options(schedule="rotate"), "p2p", "keeps two blocks in flight; nvlink gathers all keys: schedule must"),
         (MESH, rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs one ring of all ranks: the mesh is 2 x 2"),
         (FACTS, rf.Options(transport="allgather"), "allgather", "asked for"),
         (FACTS._replace(heads=4), rf.Options(transport="ulysses"), "ulysses", "asked for"),
+        (FACTS, rf.Options(reproducible=True), "allgather", "brings all keys, which reproducible=True attends in order of"),
+        (FACTS, rf.Options(reproducible=True, transport="allgather"), "allgather", "asked for"),
     ],
 )
 def test_the_first_that_can(facts: Facts, options: rf.Options, transport: str, why: str) -> None:
@@ -62,6 +69,15 @@ def test_the_first_that_can(facts: Facts, options: rf.Options, transport: str, w
             {"schedule": "gather"},
             "transport 'nvlink' needs one ring of all ranks: the mesh is 2 x 2; transport 'p2p' keeps",
         ),
+        (
+            MESH,
+            {"reproducible": True},
+            "transport 'allgather' needs one ring of all ranks: the mesh is 2 x 2; use reproducible=False",
+        ),
+        *(
+            (FACTS, {"reproducible": True, "transport": name}, f"transport='{name}' attends keys as ranks hold them, repro")
+            for name in ("nvlink", "p2p", "ulysses")
+        ),
         (FACTS, {"transport": "ulysses", "schedule": "direct"}, "passes no blocks from rank to rank, so that schedule must be"),
     ],
 )
@@ -72,6 +88,6 @@ def test_refusals(facts: Facts, how: dict, words: str) -> None:
 
 def test_facts_count_what_a_rank_keeps() -> None:
     k, v = torch.empty(2, 3, 2, 16), torch.empty(2, 3, 2, 8)
-    facts = Facts.of(k, v, (3, 5), hosts=(0, 0), shares_memory=False)
+    facts = Facts.of(k, v, (3, 5), hosts=(0, 0))
     block = -(-2 * 5 * 2 * (16 + 8) * 4 // 256) * 256
-    assert facts == Facts(2, (0, 0), "cpu", False, 2 * block + block + 2 * block, 1)
+    assert facts == Facts(2, (0, 0), "cpu", 2 * block + block + 2 * block, 1)

@@ -86,6 +86,11 @@ def test_mask_words(text: str, mask: rf.Mask) -> None:
         ("--mask documents:0,100,300", "documents must end at the sequence length: the last entry is 300, seqlen=1000"),
         ("--mask documents:0,100,2000", "documents must end at the sequence length: the last entry is 2000, seqlen=1000"),
         ("--nproc 0", "nproc must be at least 1: nproc=0"),
+        ("--nproc 2 --device cpu --transport nvlink", "transport='nvlink' needs GPUs: the tensors are on a cpu"),
+        (
+            "--nproc 2 --device cpu --transport allgather --schedule rotate",
+            "schedule must be 'auto' or 'gather', schedule='rotate'",
+        ),
         ("--nproc 1000 --device cuda", "needs one GPU per rank: nproc=1000"),
         ("--seqlen -1", "--seqlen must be at least 0: -1"),
         ("--heads 3/2", "nheads_q"),

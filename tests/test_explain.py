@@ -106,8 +106,8 @@ def test_meta_tensors_may_go_to_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(map(len, str(rf.explain(q, k, k, layout=layout)).splitlines())) <= 128
     asked = []
 
-    def choose(kernel: str, inputs: Inputs, *, deterministic: bool) -> Tile:
-        asked.append((kernel, inputs, deterministic))
+    def choose(kernel: str, inputs: Inputs, *, deterministic: bool, fixed: bool) -> Tile:
+        asked.append((kernel, inputs, deterministic, fixed))
         return pick("reference", torch.empty(1, 64), torch.empty(1, 64))._replace(name="hopper", why="why")
 
     monkeypatch.setattr(sys.modules["ringflash.explain"], "choose", choose)
@@ -116,7 +116,7 @@ def test_meta_tensors_may_go_to_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     told = rf.explain(q, k, k, layout=layout, options=rf.Options(kernel="hopper", deterministic=True))
     assert told.kernel == "hopper (why; meta tensors: as on an sm_90 GPU)"
     inputs = Inputs("sm_90", torch.bfloat16, 64, 64)
-    assert asked == [("auto", inputs, False), ("hopper", inputs, True)]
+    assert asked == [("auto", inputs, False, False), ("hopper", inputs, True, False)]
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), [7, 3, 7, 3], (0, 1, 2, 2), (4, 4, 4, 4)])

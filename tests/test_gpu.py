@@ -231,9 +231,11 @@ def test_addresses_past_two_to_the_31(session: Session) -> None:
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("transport", ["p2p", "nvlink", "allgather"])
-def test_no_host_synchronisation_in_a_step(session: Session, transport: str) -> None:
-    cp = unchecked(transport)
+@pytest.mark.parametrize(
+    ("transport", "options"), [("p2p", {}), ("nvlink", {}), ("allgather", {}), ("allgather", {"reproducible": True})], ids=str
+)
+def test_no_host_synchronisation_in_a_step(session: Session, transport: str, options: dict) -> None:
+    cp = unchecked(transport, **options)
     batch = cp.batch(2048 * cp.size, rf.Mask(causal=True))
     q, k, v = (torch.randn(1, 2048, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
     batch.attention(q, k, v).sum().backward()
@@ -247,9 +249,13 @@ def test_no_host_synchronisation_in_a_step(session: Session, transport: str) -> 
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("transport", ["p2p", "nvlink", "allgather"])
-def test_same_bits_every_time(session: Session, transport: str) -> None:
-    cp = rf.ContextParallel(options=rf.Options(deterministic=True, transport=transport))
+@pytest.mark.parametrize(
+    "options",
+    [*({"deterministic": True, "transport": t} for t in ("p2p", "nvlink", "allgather")), {"reproducible": True}],
+    ids=str,
+)
+def test_same_bits_every_time(session: Session, options: dict) -> None:
+    cp = rf.ContextParallel(options=rf.Options(**options))
     batch = cp.batch(1000, rf.Mask(causal=True))
     whole = [torch.randn(1, 1000, h, 64, generator=torch.Generator().manual_seed(h)).cuda().bfloat16() for h in (4, 2, 2)]
 
@@ -259,6 +265,25 @@ def test_same_bits_every_time(session: Session, transport: str) -> None:
         return [out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
 
     assert all(torch.equal(a, b) for a, b in zip(grads(), grads(), strict=True))
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("headdims", [(64, 64), (128, 128), (24, 40), (256, 256)])
+def test_reproducible_has_the_bits_of_a_ring_of_one(session: Session, headdims: tuple[int, int], mask: rf.Mask) -> None:
+    rank, size, options = session.world.rank, session.world.size, rf.Options(reproducible=True)
+    one = [torch.distributed.new_group([r]) for r in range(size)][rank]
+    named = [getattr(rf.layouts, name)(1025, size) for name in ("contiguous", "zigzag", "striped")]
+    layouts = *named, rf.layouts.per_document("zigzag", DOCUMENTS, size), rf.layouts.balanced(mask, 1025, size)
+    g = torch.Generator().manual_seed(0)
+    shapes = (4, headdims[0]), (2, headdims[0]), (2, headdims[1])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        whole = [torch.randn(2, 1025, *shape, generator=g).to(session.device, dtype) for shape in shapes]
+        right = rf.ring_attention(*whole, layout="contiguous", mask=mask, group=one, return_lse=True, options=options)  # pyright: ignore
+        for layout in layouts:
+            parts = [layout.part(x, rank) for x in whole]
+            found = rf.ring_attention(*parts, layout=layout, mask=mask, return_lse=True, options=options)  # pyright: ignore
+            for dim, x, y in zip((1, 2), found, right, strict=True):
+                assert torch.equal(x, layout.part(y, rank, dim)), (layout, dtype)
 
 
 def test_autocast_with_backward_outside(session: Session) -> None:

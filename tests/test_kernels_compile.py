@@ -45,6 +45,7 @@ VARIANTS = [
     *((which, "pointers", {"tma": False, "headdim_v": 48}) for which in KERNELS),
     *((which, "fp16", {}) for which in KERNELS),
     ("dkv", "odd rows", {"VECTORS": False}),
+    ("forward", "fixed", {"FIXED": True}),
 ]
 
 

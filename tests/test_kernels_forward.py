@@ -113,6 +113,30 @@ def test_ready_segments():
 
 
 @interpreted
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fixed_against_reference(shape, tma):
+    check(random_case(**SHAPES[shape]), portable.Options(tma=tma, fixed=True))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(4))
+def test_fixed_rows_have_the_same_bits_whatever_rows_share_their_tile(seed, dtype):
+    """Rows taken out, so that the others stand elsewhere, in tiles that begin at other keys and see other blocks whole."""
+    case = random_case(90, (150,), seed=seed, batch=1, nheads=(2, 1), headdims=(24, 16), dtype=dtype, causal=seed == 3)
+    segment = case.segments[0]
+    out, lse = forward.forward(case.q, [segment], case.scale, fixed=True)
+    for rows in ([89], range(30, 46), range(1, 90, 2), range(2, 90, 7)):
+        at = torch.tensor(list(rows))
+        some = segment._replace(begin=segment.begin[:, at].contiguous(), end=segment.end[:, at].contiguous())
+        found = forward.forward(case.q[:, at], [some], case.scale, fixed=True)
+        integers = torch.int32 if dtype == torch.float32 else torch.int16
+        assert torch.equal(found[0].view(integers), out[:, at].view(integers))
+        assert torch.equal(found[1].view(torch.int32), lse[..., at].contiguous().view(torch.int32))
+
+
+@interpreted
 def test_large_logits_stay_finite():
     case = random_case(20, (40,), batch=1, dtype=torch.float16)
     big = [s._replace(k=s.k * 100) for s in case.segments]

@@ -35,10 +35,17 @@ def test_any_other_is_refused_in_words(name: str, value: object) -> None:
         rf.Options(**{name: value})  # pyright: ignore[reportArgumentType]
 
 
-def test_deterministic_is_a_bool() -> None:
-    assert rf.Options(deterministic=True).deterministic
-    with pytest.raises(TypeError, match="deterministic must be True or False: deterministic=1"):
-        rf.Options(deterministic=1)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("name", ["deterministic", "reproducible"])
+def test_some_are_bools(name: str) -> None:
+    assert getattr(rf.Options(**{name: True}), name)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=f"{name} must be True or False: {name}=1"):
+        rf.Options(**{name: 1})  # pyright: ignore[reportArgumentType]
+
+
+def test_reproducible_asks_a_tile_for_the_same_bits_too() -> None:
+    assert rf.Options().of_tile == {"deterministic": False, "fixed": False}
+    assert rf.Options(deterministic=True).of_tile == {"deterministic": True, "fixed": False}
+    assert rf.Options(reproducible=True).of_tile == {"deterministic": True, "fixed": True}
 
 
 def test_unknown_options_are_refused() -> None:

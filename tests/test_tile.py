@@ -129,6 +129,17 @@ def test_both_parts_are_told_of_deterministic(kernels: SimpleNamespace, determin
     assert kernels.calls == [("forward", ("q",), more), ("backward", ("dout",), {"add": False, **more})]
 
 
+def test_fixed_blocks_are_not_of_the_hopper_kernel(kernels: SimpleNamespace) -> None:
+    picked = choose("auto", HOPPER, deterministic=True, fixed=True)
+    assert picked[:2] == ("triton", "hopper has no key blocks at fixed places, which reproducible=True needs")
+    assert picked.forward.keywords == {"fixed": True}  # pyright: ignore[reportFunctionMemberAccess]
+    assert picked.backward.__module__ == "ringflash.kernels.backward"
+    assert choose("triton", HOPPER, fixed=True).why == "asked for"
+    assert pick("auto", CPU, CPU, fixed=True).forward.func is reference.forward  # pyright: ignore[reportFunctionMemberAccess]
+    with pytest.raises(NotImplementedError, match=r"kernel='hopper' has no key blocks at fixed places, which .*; use kernel="):
+        choose("hopper", HOPPER, fixed=True)
+
+
 def test_an_untested_triton_gets_the_portable_kernels_and_one_log_line(
     kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

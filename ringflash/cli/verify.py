@@ -13,6 +13,7 @@ from torch import Tensor
 from ringflash import checks
 from ringflash import layout as layouts
 from ringflash.api import attend_over
+from ringflash.auto import Facts, route
 from ringflash.cli import oracle
 from ringflash.cli.ending import Refused, ending, launched
 from ringflash.cli.oracle import Results
@@ -101,9 +102,18 @@ def _run_all(args: argparse.Namespace) -> int:
             local.require_ranks(nproc, device)
         elif args.nproc is not None:
             raise ValueError("--nproc is for one host; here the launcher (torchrun, mpiexec, srun) has set the number of ranks")
-    except ValueError as error:
+        if alone:
+            _route(args, nproc, device)
+    except (ValueError, NotImplementedError) as error:
         raise Refused(str(error)) from error
     return local.run(run_rank, nproc, (cases,), device=device)[0] if alone else run_rank(cases, args.device)
+
+
+def _route(args: argparse.Namespace, size: int, device: str) -> None:
+    """Raise where no transport can do what is asked for on this host, before ranks are started that would."""
+    options = Options(schedule=args.schedule, transport=args.transport)
+    heads = checks.heads_ranks(options.transport, checks.mesh(None, size))
+    route(options, Facts(size, (0,) * size, device, buffer_bytes=0, heads=heads))
 
 
 def run_rank(cases: list[Case], device: str | None = None) -> int:

@@ -107,10 +107,11 @@ class Ready(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """uint8 memory that all ranks can read: this rank's, and each rank's as seen from here."""
+    """uint8 memory that all ranks can read: this rank's, and each rank's as seen from here while `mapped` lives."""
 
     mine: Tensor
     of: list[Tensor]
+    mapped: object = None
 
 
 class Pending(Protocol):

@@ -16,9 +16,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringflash.transport import symmetric
-from ringflash.transport.symmetric import Symmetric
-
 _LEFT = "ringflash/left"  # store keys: why a rank left a call without joining its exchange, and which ranks did
 MESSAGE_BYTES = 4096  # of what one rank tells the others: one size for all, or calls out of order would not even pair up
 MESH_NAMES = ("ring", "heads")  # of a mesh of two dimensions; any other is hardly meant so
@@ -35,10 +32,11 @@ class Communicator:
 
     mesh: (size,), or the (ring, heads) of a 2-D DeviceMesh, whose places are counted row by row.
     groups holds a process group of the ring's own per device type, so that its traffic never mixes with the caller's.
-    hosts: the number of each rank's host, by host name; the first rank's is 0. link: memory that the ranks' GPUs share, if so.
+    hosts: the number of each rank's host, by host name; the first rank's is 0.
     calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode that the
     ring's first call agreed. left: why this rank did not join an exchange that the others may wait for.
     message_bytes: the size of a message of gather_bytes. prepared: what is kept for calls like an earlier one, by likeness.
+    kept: what transports keep for all calls, by their names.
     """
 
     rank: int
@@ -47,12 +45,12 @@ class Communicator:
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     hosts: tuple[int, ...] = ()
     mesh: tuple[int, ...] = ()
-    link: Symmetric | None = None
     calls: int = 0
     check: str = "first"
     left: str | None = None
     message_bytes: int = MESSAGE_BYTES
     prepared: dict = field(default_factory=dict)
+    kept: dict = field(default_factory=dict)
     _left_in: int = 0
     _side: dict[int, torch.cuda.Stream] = field(default_factory=dict)
 
@@ -122,6 +120,10 @@ class Communicator:
                 "use init_process_group() without a backend, or nccl for GPUs and gloo for CPUs"
             )
         return self.groups[device_type]
+
+    def timeout(self, device: torch.device) -> datetime.timedelta | None:
+        """The ring's own timeout for traffic of a device."""
+        return _timeout(self.group_for(device.type), device)
 
     def alive(self) -> bool:
         """Whether the ring's process groups still exist: destroy_process_group ends them with all others."""
@@ -223,21 +225,7 @@ def _made(members: _Members) -> Communicator:
     comm = Communicator(rank, len(ranks), ranks, _own_groups(parents, ranks), mesh=mesh)
     names = comm.gather_bytes(_host_name().encode())
     comm.hosts = tuple(map(list(dict.fromkeys(names)).index, names))
-    comm.link = _link(comm)
     return comm
-
-
-def _link(comm: Communicator) -> Symmetric | None:
-    """Shared memory of the ranks' GPUs, if every one of them can have it. A collective where there are GPUs."""
-    if "cuda" not in comm.groups or len(set(comm.hosts)) > 1:
-        return None
-    group, link, reason = comm.groups["cuda"], None, b""
-    timeout = _timeout(group, torch.device("cuda", torch.cuda.current_device())) or datetime.timedelta(minutes=10)
-    try:
-        link = symmetric.connect(group, comm.ranks, timeout_ms=int(timeout.total_seconds() * 1000))
-    except (RuntimeError, ImportError) as error:
-        reason = str(error).encode()[:200] or b"?"
-    return None if any(comm.gather_bytes(reason)) else link
 
 
 def _host_name() -> str:

@@ -43,7 +43,8 @@ class AllGather:
         return shapes.pair(self._partials[self._place(block)], block)
 
     def abandon(self, error: BaseException) -> None:
-        """Leave the reason for the ranks that wait."""
+        """Leave the reason for the ranks that wait; what a backward pass had begun is not for the next one."""
+        self._partials = None
         self._comm.leave_word(error)
 
     def _bring(self, hops: Hops, held: Mapping[int, Parts], shapes: Shapes) -> dict[int, Parts]:

@@ -10,22 +10,24 @@ that need no multiprocessor and wait for the meeting alone. So nothing that come
 in which launches are made one after the other, can be what it waits for. `move` returns only then.
 
 Gradients go home the other way: each rank makes the partial dK and dV of other ranks' blocks in memory that they can read, all
-meet, and the owners pull them and add them up in the order of ranks.
+meet, and the owners pull them and add them up in a fixed order.
 
 A published block may be overwritten once all have pulled it. Two take turns, so that the next call's meeting, which comes after
-the end of each rank's pulling on its stream, says so; in a captured graph, whose replays use the same one each time, a second
-meeting ends the call.
+the end of each rank's pulling on its stream, says so. A captured graph's replays use the same one each time, whichever the
+call before or behind them used: there a meeting more begins the call and one ends it. Buffers that a graph uses are kept.
 """
 
+import datetime
+import functools
 import math
-import weakref
-from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ringflash.transport import symmetric
 from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Parts, Ready, Shapes, Shared
 from ringflash.transport.communicator import Communicator, ExchangeError
 
@@ -43,6 +45,10 @@ class Link(Protocol):
 
     def meet(self, channel: int, /) -> None:
         """On the current stream: go on when all ranks have come to this point of theirs."""
+        ...
+
+    def follow(self) -> None:
+        """The current stream goes on behind the one that called this last, whose call used the same buffers."""
         ...
 
     def aside(self) -> AbstractContextManager[None]:
@@ -88,25 +94,41 @@ class _Way(NamedTuple):
 class NVLink:
     """Blocks and gradients by copy engines over memory that all ranks share; its buffers serve all calls of a communicator."""
 
-    def __init__(self, comm: Communicator, link: Link) -> None:
-        self._comm, self._link = comm, link
+    def __init__(self, comm: Communicator, connect: Callable[[Communicator], Link]) -> None:
+        self._comm, self._connect = comm, connect
         self._published: list[Shared] = []
         self._partials: Shared | None = None
         self._gathered = self._home = torch.empty(0)
         self._sizes = {"block": 0, "grads": 0}
         self._calls = 0
         self._arrived = self._words = torch.empty(0)
-        self._late = link.late(comm.size)
-        self._any_late = self._late.numpy().any
         self._ways: dict[Hashable, _Way] = {}
+        self._in_graphs: list[object] = []
+
+    @functools.cached_property
+    def _link(self) -> Link:
+        """Made in the first call that moves anything, where all ranks meet, agreed on their options."""
+        return self._connect(self._comm)
+
+    @functools.cached_property
+    def _late(self) -> Tensor:
+        with torch.inference_mode(False):  # what is made here serves calls outside of inference as well
+            return self._link.late(self._comm.size)
+
+    @functools.cached_property
+    def _any_late(self) -> Callable[[], object]:
+        return self._late.numpy().any
 
     def move(
         self, hops: Hops, held: Mapping[int, Parts], partial: dict[int, Parts] | None, *, shapes: Shapes, outer: bool = False
     ) -> Moving:
-        """Bring blocks, whose heads are counted in, or take dK and dV home. Raises ExchangeError where a kernel of an earlier
-        call gave up waiting for a block, and RuntimeError where a graph's capture would have to make buffers.
+        """Bring blocks, whose heads are counted in, or take dK and dV home.
+
+        Raises ExchangeError where a kernel of an earlier call gave up waiting for a block, RuntimeError where a graph's capture
+        would have to make buffers, and NotImplementedError, on all ranks, where their GPUs do not read each other's memory.
         """
         assert not outer
+        self._link.follow()
         if self._any_late():
             self._tell_late()
         if hops.moves:
@@ -121,17 +143,24 @@ class NVLink:
         return shapes.pair(self._slot(self._partials.mine, block, self._comm.rank).view(torch.float32), block)
 
     def abandon(self, error: BaseException) -> None:
-        """Leave the reason; the others' meeting ends in the group's timeout."""
+        """Leave the reason; the others' meeting ends in the group's timeout. A later call comes behind what is under way."""
         self._comm.leave_word(error)
+        with suppress(RuntimeError):  # of a GPU that is lost; the error itself must be seen
+            if "_link" in vars(self) and not self._link.captured:
+                self._link.rejoin()
 
     def _bring(self, hops: Hops, own: Parts, shapes: Shapes, *, grads: bool) -> Moving:
         """Publish the own block, and have the others' copied."""
         key = (hops.recvs, shapes.k.shape, shapes.v.shape, shapes.k.dtype, shapes.lengths, grads, self._calls % 2)
         way = self._ways.get(key)
         if way is None:
-            self._make_room(shapes, grads=grads)
-            way = self._ways[key] = self._way(hops, shapes)
+            with torch.inference_mode(False):
+                self._make_room(shapes, grads=grads)
+                way = self._ways[key] = self._way(hops, shapes)
         self._calls += 1
+        if self._link.captured:
+            self._in_graphs.append((self._published, self._gathered, self._arrived, self._partials, self._home))
+            self._link.meet(_END)
         for into, x in zip(way.publish, own, strict=True):
             _copy(into, x)
         self._arrived.zero_()
@@ -149,7 +178,7 @@ class NVLink:
         there = {block: _by_head(published.of[block], shapes, block) for block in here}
         copies = [
             (into[begin:end], there[block][begin:end], block, end)
-            for begin, end in pieces(nheads, self._sizes["block"] // max(nheads, 1))
+            for begin, end in pieces(nheads, shapes.block_bytes // max(nheads, 1))
             for block, into in here.items()
         ]
         return _Way(
@@ -160,7 +189,7 @@ class NVLink:
         )
 
     def _take_home(self, hops: Hops, partial: dict[int, Parts], shapes: Shapes) -> Moving:
-        """Have copied what other ranks made for the own block,."""
+        """Have copied what other ranks made for the own block."""
         assert self._partials is not None
         for block, _ in hops.grad_sends:
             del partial[block]
@@ -188,8 +217,7 @@ class NVLink:
         if sizes["block"] > self._sizes["block"]:
             self._published = [self._shared(sizes["block"]) for _ in range(2)]
             self._gathered = self._local(sizes["block"] * (self._comm.size - 1))
-            with torch.inference_mode(False):
-                self._arrived = torch.zeros(self._comm.size, dtype=torch.int32, device=shapes.k.device)
+            self._arrived = torch.zeros(self._comm.size, dtype=torch.int32, device=shapes.k.device)
             self._words = self._arrived.view(torch.uint32)
             self._sizes["block"] = sizes["block"]
             self._ways.clear()
@@ -204,12 +232,10 @@ class NVLink:
                 "transport='nvlink' cannot make its buffers while a CUDA graph is captured: run forward and backward once "
                 "with these shapes before the capture"
             )
-        with torch.inference_mode(False):
-            return self._link.shared(nbytes)
+        return self._link.shared(nbytes)
 
     def _local(self, nbytes: int) -> Tensor:
-        with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._published[0].mine.device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._published[0].mine.device)
 
     def _tell_late(self) -> None:
         late = self._late.nonzero().flatten().tolist()
@@ -244,7 +270,8 @@ def _copy(into: Tensor, x: Tensor) -> None:
 def _aligned(x: Tensor) -> bool:
     """Whether all rows begin at multiples of 16 bytes."""
     unit = 16 // x.element_size()
-    return x.stride(-1) == 1 and all(stride % unit == 0 for stride in (*x.stride()[:-1], x.storage_offset())) and x.numel() > 0
+    starts = all(n % unit == 0 for n in (*x.stride()[:-1], x.storage_offset())) and x.data_ptr() % 16 == 0
+    return starts and x.stride(-1) == 1 and x.numel() > 0
 
 
 class _Joining:
@@ -260,13 +287,25 @@ class _Joining:
             self._link.meet(_END)
 
 
-# Of each communicator that has a link: the transport with its buffers.
-_known: "weakref.WeakKeyDictionary[Communicator, NVLink]" = weakref.WeakKeyDictionary()
-
-
 def nvlink(comm: Communicator) -> NVLink:
-    """The NVLink transport of a communicator whose ranks share memory."""
-    if comm not in _known:
-        assert comm.link is not None
-        _known[comm] = NVLink(comm, comm.link)
-    return _known[comm]
+    """The NVLink transport of a communicator."""
+    if "nvlink" not in comm.kept:
+        comm.kept["nvlink"] = NVLink(comm, _connected)
+    return comm.kept["nvlink"]
+
+
+def _connected(comm: Communicator) -> Link:
+    """Memory that the GPUs of all ranks share, tried out. A collective."""
+    group, link, reason = comm.group_for("cuda"), None, b""
+    timeout = comm.timeout(torch.device("cuda", torch.cuda.current_device())) or datetime.timedelta(minutes=10)
+    try:
+        link = symmetric.connect(group, comm.ranks, timeout_ms=int(timeout.total_seconds() * 1000))
+    except (RuntimeError, ImportError) as error:
+        reason = str(error).encode()[:200] or b"?"
+    reasons = {rank: told.decode(errors="replace") for rank, told in enumerate(comm.gather_bytes(reason)) if told}
+    if link is None or reasons:
+        told = "; ".join(f"rank {rank}: {why}" for rank, why in reasons.items())
+        raise NotImplementedError(
+            f"transport='nvlink' found no memory that all ranks' GPUs share ({told}); use transport='p2p'"
+        )
+    return link

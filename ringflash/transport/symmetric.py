@@ -34,8 +34,9 @@ class Symmetric:
         self._places = [dist.get_process_group_ranks(group).index(rank) for rank in ranks]
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device, priority=-1)
-        self._handles: list[object] = []
-        self._meeting = self._rendezvous(self._room(1024))
+        self._last = torch.cuda.current_stream()
+        self._meeting_room = self._room(1024)
+        self._meeting = self._rendezvous(self._meeting_room)
 
     def shared(self, nbytes: int) -> Shared:
         """Make memory of that size on every rank, once nothing runs any more that could use what it replaces."""
@@ -44,11 +45,18 @@ class Symmetric:
         torch.cuda.synchronize()
         mine = self._room(nbytes)
         handle = self._rendezvous(mine)
-        return Shared(mine, [handle.get_buffer(place, (nbytes,), torch.uint8) for place in self._places])
+        return Shared(mine, [handle.get_buffer(place, (nbytes,), torch.uint8) for place in self._places], handle)
 
     def meet(self, channel: int) -> None:
         """On the current stream: go on when all ranks have come to this point of theirs."""
         self._meeting.barrier(channel, self._timeout_ms)
+
+    def follow(self) -> None:
+        """The current stream goes on behind the one that called this last; one that is captured cannot wait for others."""
+        current = torch.cuda.current_stream()
+        if current != self._last and not self.captured:
+            current.wait_stream(self._last)
+            self._last = current
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -78,6 +86,4 @@ class Symmetric:
         return self._memory.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _rendezvous(self, memory: Tensor) -> Any:
-        handle = self._memory.rendezvous(memory, self._group.group_name)
-        self._handles.append(handle)
-        return handle
+        return self._memory.rendezvous(memory, self._group.group_name)
