@@ -86,6 +86,9 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, *, meta: bool = False) -> None:
         if x.device.type not in ("cpu", "cuda") and not (meta and x.device.type == "meta"):
             hint = "; rf.explain takes meta tensors" if x.device.type == "meta" else ""
             raise ValueError(f"{name} must be on a CPU or a CUDA GPU: {name}.device={x.device}{hint}")
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        here = f"current cuda:{torch.cuda.current_device()}"
+        raise ValueError(f"q, k and v must be on the current GPU: q.device={q.device}, {here}; call torch.cuda.set_device")
     for what in ("dtype", "device"):
         if len({getattr(x, what) for x in named.values()}) > 1:
             found = ", ".join(f"{name}.{what}={getattr(x, what)}" for name, x in named.items())
@@ -151,13 +154,14 @@ def scale(value: object, headdim: int) -> float:
 
 def likeness(qkv: tuple[Tensor, Tensor, Tensor], given: Given) -> Hashable | None:
     """What decides all that a call is prepared from and checked for; None where calls are not to be compared."""
-    if not all(type(x) in (Tensor, torch.nn.Parameter) for x in qkv):
+    if not all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_nested for x in qkv):
         return None
     kind = qkv[0].device.type
     if kind == "meta" or torch.is_autocast_enabled(kind):
         return None
     try:
-        key = (given, type(given.scale), *((x.shape, x.dtype, x.device, x.layout) for x in qkv))
+        here = torch.cuda.current_device() if kind == "cuda" else None
+        key = (given, type(given.scale), here, *((x.shape, x.dtype, x.device, x.layout) for x in qkv))
         hash(key)
     except TypeError:  # an argument of the wrong type
         return None

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ringflash import checks
@@ -208,10 +209,15 @@ def _report(place: _Place, qkv: tuple[Tensor, Tensor, Tensor]) -> Explanation:
     crossing = sum(_crossing(p, p.forward, each * k.element_size(), 0) for p, each in zip(plans, per_tokens, strict=True))
     partials = sum(_crossing(p, p.backward, 0, each * 4) for p, each in zip(plans, per_tokens, strict=True))
     kernel, flops = _kernel(q, v, call.options), 2 * q.shape[0] * len(every[column].q) * (q.shape[3] + v.shape[3])
+    rated, every_block = kernel if _has_figures(q, v, call.options) else "", place.found.transport == "allgather"
     steps, back = (
-        tuple(timed(step, kernel, place.found.transport, flops=flops * step.pairs, away=away) for step, away in made)
-        for made in (reports(plan, plan.forward, row, **nbytes), reports(plan, plan.backward, row, **back_bytes))
+        tuple(timed(step, rated, place.found.transport, flops=flops * step.pairs, away=away) for step, away in made)
+        for made in (
+            reports(plan, plan.forward, row, **nbytes, every=every_block),
+            reports(plan, plan.backward, row, **back_bytes, every=every_block),
+        )
     )
+    told = links(plan, row, **nbytes, rows=(of_rows["per_token"], of_rows["grads_per_token"]), every=every_block)
     return Explanation(
         rank=place.rank,
         size=len(place.hosts),
@@ -232,7 +238,7 @@ def _report(place: _Place, qkv: tuple[Tensor, Tensor, Tensor]) -> Explanation:
         hosts=place.hosts,
         border_bytes=crossing,
         grad_border_bytes=_crossing(plan, plan.backward, *of_rows.values()) if plan.backward.rows else partials,
-        links=links(plan, row, **nbytes, rows=(of_rows["per_token"], of_rows["grads_per_token"])),
+        links=tuple((to * n + column, there, home) for to, there, home in told),
         heads=_heads(place, every, qkv) if n > 1 else None,
         rows=plan.backward.rows,
         traffic=plan.traffic and plan.traffic.of(q.shape[0]),
@@ -307,6 +313,16 @@ def _kernel(q: Tensor, v: Tensor, options: Options) -> str:
     if options.kernel == "auto" and tile.name.startswith("hopper"):
         return f"{tile.name} on an sm_90 GPU, triton on another (meta tensors)"
     return f"{tile.name} ({tile.why}; meta tensors: as on an sm_90 GPU)"
+
+
+def _has_figures(q: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether rates.py tells of such calls: 16 bits, head dim 64 or 128, on an sm_90 GPU, as meta tensors are taken to be."""
+    known = q.element_size() == 2 and q.shape[-1] == v.shape[-1] and q.shape[-1] in (64, 128)
+    return (
+        known
+        and not options.reproducible
+        and (q.is_meta or (q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)))
+    )
 
 
 def _most_held(plan: Plan, course: Course, rank: int) -> int:

@@ -18,8 +18,10 @@ BETWEEN_HOSTS = Link(50e-6, 45e9)  # not measured: an adapter of 400 Gbit/s for 
 
 
 def attend_ms(kernel: str, flops: int, *, backward: bool) -> float | None:
-    """Milliseconds of a launch over pairs that make `flops` in forward; None for a kernel without figures."""
-    rates = next((rates for name, rates in TILES.items() if kernel.startswith(name)), None)
+    """Milliseconds of a launch over pairs that make `flops` in forward; None for a kernel without figures. kernel: as explain
+    says it.
+    """
+    rates = TILES.get(kernel.split(" (")[0])
     if rates is None:
         return None
     return 1e3 * (2.5 * flops / rates[1] if backward else flops / rates[0])

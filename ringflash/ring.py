@@ -112,8 +112,9 @@ class Ring:
         return dq, (dk, dv)
 
     def _start(self, course: Course, own: Parts, grads: torch.dtype, partial: dict[int, Parts] | None = None) -> "_Held":
-        """The blocks this rank holds: its own, contiguous if it is to be sent."""
-        own = tuple(x.contiguous() for x in own) if course.sends[self.rank] else own
+        """The blocks this rank holds: its own, contiguous if it is to be sent as it lies."""
+        as_it_lies = course.sends[self.rank] and self.transport is not None and not self.transport.copies
+        own = tuple(x.contiguous() for x in own) if as_it_lies else own
         shapes = Shapes(own, self.plan.lengths(course), n_grads=1 if course.rows else 2)
         return _Held(self.transport, self.rank, {self.rank: own}, partial, shapes, grads)
 

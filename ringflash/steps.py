@@ -26,15 +26,20 @@ class StepReport:
     backward_ms: float | None = None
 
 
-def reports(plan: Plan, course: Course, rank: int, *, per_token: int, grads_per_token: int) -> list[tuple[StepReport, bool]]:
+def reports(
+    plan: Plan, course: Course, rank: int, *, per_token: int, grads_per_token: int, every: bool = False
+) -> list[tuple[StepReport, bool]]:
     """A rank's steps of a pass, each with whether something of it crosses host borders.
 
-    per_token: bytes of what travels of a token; grads_per_token: of its float32 gradients.
+    per_token: bytes of what travels of a token; grads_per_token: of its float32 gradients. every: all blocks move, padded to
+    the longest, where any does.
     """
     lengths, rows = plan.lengths(course), len(plan.rows)
     work = [plan.work(block)[rank] for block in range(plan.size)] if course.rows else plan.work(rank)
 
-    def moved(hops: tuple[tuple[int, int], ...], nbytes: int) -> int:
+    def moved(hops: tuple[tuple[int, int], ...], nbytes: int, any_moves: bool) -> int:
+        if every:
+            return (plan.size - 1) * max(lengths) * nbytes * any_moves
         return sum(lengths[block] * nbytes for block, _ in hops)
 
     def away(turn: Turn) -> bool:
@@ -45,10 +50,10 @@ def reports(plan: Plan, course: Course, rank: int, *, per_token: int, grads_per_
             StepReport(
                 attends=turn.attend,
                 pairs=sum(int(work[block]) for block in turn.attend) // rows,
-                bytes_sent=moved(turn.departing.sends, per_token),
-                bytes_received=moved(turn.departing.recvs, per_token),
-                grad_bytes_sent=moved(turn.departing.grad_sends, grads_per_token),
-                grad_bytes_received=moved(turn.departing.grad_recvs, grads_per_token),
+                bytes_sent=moved(turn.departing.sends, per_token, turn.hops.moves),
+                bytes_received=moved(turn.departing.recvs, per_token, turn.hops.moves),
+                grad_bytes_sent=moved(turn.departing.grad_sends, grads_per_token, turn.hops.grad_moves),
+                grad_bytes_received=moved(turn.departing.grad_recvs, grads_per_token, turn.hops.grad_moves),
             ),
             away(turn),
         )
@@ -57,22 +62,30 @@ def reports(plan: Plan, course: Course, rank: int, *, per_token: int, grads_per_
 
 
 def timed(step: StepReport, kernel: str, transport: str, *, flops: int, away: bool) -> StepReport:
-    """The step with what it takes, about: the longer of attending and moving."""
+    """The step with what it takes, about: the longer of attending and moving; with "allgather", which brings all keys before
+    they are attended, that after the other.
+    """
     forward, backward = (rates.attend_ms(kernel, flops, backward=back) for back in (False, True))
     if forward is None or backward is None:
         return step
     there, grads = max(step.bytes_sent, step.bytes_received), max(step.grad_bytes_sent, step.grad_bytes_received)
-    moves = [rates.move_ms(transport, nbytes, between_hosts=away) for nbytes in (there, there + grads)]
-    return replace(step, forward_ms=max(forward, moves[0]), backward_ms=max(backward, moves[1]))
+    moving, home, both = (rates.move_ms(transport, nbytes, between_hosts=away) for nbytes in (there, grads, there + grads))
+    if transport == "allgather":
+        return replace(step, forward_ms=moving + forward, backward_ms=moving + max(backward, home))
+    return replace(step, forward_ms=max(forward, moving), backward_ms=max(backward, both))
 
 
 def links(
-    plan: Plan, rank: int, *, per_token: int, grads_per_token: int, rows: tuple[int, int] = (0, 0)
+    plan: Plan, rank: int, *, per_token: int, grads_per_token: int, rows: tuple[int, int] = (0, 0), every: bool = False
 ) -> tuple[tuple[int, int, int], ...]:
     """(other rank, bytes sent to it in forward, in backward).
 
-    per_token, grads_per_token: of keys, as in reports; rows: the same two of rows.
+    per_token, grads_per_token: of keys, as in reports; rows: the same two of rows. every: as in reports.
     """
+    if every and any(step.transfers for step in plan.forward.steps):
+        longest = max(plan.kv_layout.lengths)
+        others = [other for other in range(plan.size) if other != rank]
+        return tuple((other, longest * per_token, longest * (per_token + grads_per_token)) for other in others)
     sent: dict[int, list[int]] = {}
     home = rows if plan.backward.rows else (per_token, grads_per_token)
     for course, backward, nbytes in ((plan.forward, 0, (per_token, 0)), (plan.backward, 1, home)):

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,12 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are a prototype
+        return torch.nested.nested_tensor([ones(3, 2, 8), ones(4, 2, 8)])
+
+
 # What is wrong: keyword arguments of ring_attention, the exception, and words that its message holds
 Wrong = tuple[Callable[[], dict[str, Any]], type[Exception], tuple[str, ...]]
 LOCAL: dict[str, Wrong] = {
@@ -54,6 +61,7 @@ LOCAL: dict[str, Wrong] = {
     "mixed devices": (lambda: {"k": ones(1, 4, 2, 8).to("meta")}, ValueError, ("k.device=meta",)),
     "meta": (lambda: {k: v.to("meta") for k, v in tensors().items()}, ValueError, ("meta", "explain")),
     "sparse": (lambda: {"q": ones(1, 4, 4, 8).to_sparse()}, TypeError, ("q must be", "sparse")),
+    "nested": (lambda: {"q": nested()}, TypeError, ("q must be a dense strided tensor", "a nested tensor")),
     "batch": (lambda: {"q": ones(3, 4, 4, 8)}, ValueError, ("one batch size", "(3, 4, 4, 8)", "(1, 4, 2, 8)")),
     "seqlen of v": (lambda: {"v": ones(1, 3, 2, 8)}, ValueError, ("same seqlen_k", "v.shape=(1, 3, 2, 8)")),
     "heads of v": (lambda: {"v": ones(1, 4, 1, 8)}, ValueError, ("nheads_k", "v.shape=(1, 4, 1, 8)")),

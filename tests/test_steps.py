@@ -55,6 +55,34 @@ def test_a_cpu_gets_no_times() -> None:
     assert "about ms" not in str(told)
 
 
+def test_an_all_gather_moves_every_block_before_it_attends() -> None:
+    """A window that needs one block of another rank: all blocks come, padded to the longest, and then the kernel starts."""
+    layout, mask = rf.layouts.contiguous(4 * 1024 + 2, 4), rf.Mask(causal=True, window=(100, 0))
+    q, k, v = (torch.empty(1, layout.lengths[1], h, 128, dtype=torch.bfloat16, device="meta") for h in (32, 8, 8))
+    told = rf.explain(q, k, v, layout=layout, mask=mask, rank=1, options=rf.Options(transport="allgather"))
+    (step,), block = told.steps, max(layout.lengths) * 2 * 8 * 128 * 2
+    assert (step.bytes_sent, step.bytes_received) == (3 * block, 3 * block)
+    assert told.links == tuple((other, block, 3 * block) for other in (0, 2, 3))
+    moving = rates.move_ms("allgather", 3 * block, between_hosts=False)
+    attending = rates.attend_ms(told.kernel, 4 * 32 * 128 * step.pairs, backward=False)
+    assert attending is not None
+    assert step.forward_ms == pytest.approx(moving + attending)
+
+
+@pytest.mark.parametrize(("mesh", "rank", "partner"), [((2, 2), 3, 1), ((2, 3), 1, 4)])
+def test_links_of_a_mesh_name_ranks_of_the_mesh(mesh: tuple[int, int], rank: int, partner: int) -> None:
+    size = mesh[0] * mesh[1]
+    told = rf.explain(*shards(64), layout=rf.layouts.zigzag(64 * size, size), mesh=mesh, rank=rank)
+    assert [to for to, *_ in told.links] == [partner]
+
+
+@pytest.mark.parametrize("change", [{"dtype": torch.float32}, {"headdim": 256}])
+def test_what_was_not_measured_is_not_predicted(change: dict) -> None:
+    q, k, v = (x.to(change.get("dtype", x.dtype)) for x in shards(64, change.get("headdim", 128)))
+    told = rf.explain(q, k, v, layout="zigzag", size=2, mask=CAUSAL)
+    assert told.steps[0].forward_ms is None
+
+
 def test_many_links_are_not_all_named() -> None:
     told = rf.explain(*shards(64), layout=rf.layouts.striped(64 * 8, 8), options=rf.Options(schedule="direct"))
     assert len(told.links) == 7

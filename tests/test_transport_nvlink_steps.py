@@ -23,7 +23,6 @@ from ringflash.transport.nvlink import NVLink
 
 BLOCKS, GRADS, END = range(3)  # meetings
 STEPS = 100
-STEPS = 100
 CASES = [  # take turns: other shapes from step to step
     Case(CAUSAL, 9, "contiguous", batch=1, heads=(2, 2), headdim=(4, 8)),
     Case(rf.Mask(window=(3, 1)), 7, "contiguous", batch=1, heads=(2, 1), headdim=(4, 8)),

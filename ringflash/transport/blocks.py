@@ -144,6 +144,11 @@ class Moving(NamedTuple):
 class Transport(Protocol):
     """What moves blocks between the ranks of a ring."""
 
+    @property
+    def copies(self) -> bool:
+        """Whether it copies what it sends, however that lies; else `held` has contiguous tensors."""
+        ...
+
     def move(
         self, hops: Hops, held: Mapping[int, Parts], partial: dict[int, Parts] | None, /, *, shapes: Shapes, outer: bool = False
     ) -> Moving:

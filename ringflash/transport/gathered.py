@@ -21,6 +21,8 @@ class AllGather:
     All blocks move, also those that a rank does not need; shorter ones are padded to the longest.
     """
 
+    copies = True
+
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._partials: Tensor | None = None  # float32 (size, elements): one row for each block

@@ -94,6 +94,8 @@ class _Way(NamedTuple):
 class NVLink:
     """Blocks and gradients by copy engines over memory that all ranks share; its buffers serve all calls of a communicator."""
 
+    copies = True
+
     def __init__(self, comm: Communicator, connect: Callable[[Communicator], Link]) -> None:
         self._comm, self._connect = comm, connect
         self._published: list[Shared] = []

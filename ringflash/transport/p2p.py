@@ -54,6 +54,8 @@ class P2P:
     among: only between the ranks of these places, which are then numbered 0, 1, ... in this order.
     """
 
+    copies = False
+
     def __init__(self, comm: Communicator, among: Sequence[int] | None = None) -> None:
         self._comm = comm
         self._ranks = comm.ranks if among is None else tuple(comm.ranks[place] for place in among)
