@@ -58,7 +58,8 @@ def ring_attention(
 
     Raises ValueError, TypeError or NotImplementedError for wrong input, before anything moves; in the calls that ranks compare
     (Options.check) on every rank, the others a RuntimeError that says whose mistake it was. Later a rank that raises alone
-    leaves word: the exchange of the others ends in ExchangeError with it (gloo), or in the group's timeout (NCCL).
+    leaves word: the exchange of the others ends in ExchangeError with it when that process ends, or after the group's timeout
+    (gloo), or in that timeout (NCCL).
     """
     given = checks.Given(layout, kv_layout, mask, scale, options)
     return attend_over(communicator(group), (q, k, v), given, return_lse=return_lse)

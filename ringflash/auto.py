@@ -39,23 +39,36 @@ class Route(NamedTuple):
 
 
 class _Need(NamedTuple):
-    """What a transport needs, and what to say where it is missing."""
+    """What a transport needs, what to say where it is missing, and the way out. of_options: options contradict each other,
+    which is told on one rank as well.
+    """
 
     holds: Callable[[Options, Facts], bool]
     missing: Callable[[Options, Facts], str]
+    way_out: str = "transport='auto'"
+    of_options: bool = False
 
 
 _GATHERS = _Need(
     lambda options, facts: options.schedule in ("auto", "gather"),
     lambda options, facts: f"gathers all keys: schedule must be 'auto' or 'gather', schedule={options.schedule!r}",
+    "schedule='auto'",
+    of_options=True,
 )
 _ONE_RING = _Need(
     lambda options, facts: facts.heads == 1,
     lambda options, facts: f"needs one ring of all ranks: the mesh is {facts.size // facts.heads} x {facts.heads}",
+    "a group of one dimension",
 )
 _NOT_IN_ORDER = _Need(
     lambda options, facts: not options.reproducible,
     lambda options, facts: "attends keys as ranks hold them, reproducible=True attends them in order of their positions",
+    of_options=True,
+)
+_BUFFERS = _Need(
+    lambda options, facts: facts.buffer_bytes <= options.max_buffer_bytes,
+    lambda options, facts: f"would keep {facts.buffer_bytes} bytes of buffers: max_buffer_bytes={options.max_buffer_bytes}",
+    "a larger max_buffer_bytes",
 )
 NEEDS: dict[str, tuple[_Need, ...]] = {
     "nvlink": (
@@ -66,10 +79,7 @@ NEEDS: dict[str, tuple[_Need, ...]] = {
             lambda o, f: len(set(f.hosts)) == 1,
             lambda o, f: f"needs GPUs of one host: the ranks are on {len(set(f.hosts))}",
         ),
-        _Need(
-            lambda o, f: f.buffer_bytes <= o.max_buffer_bytes,
-            lambda o, f: f"would keep {f.buffer_bytes} bytes of buffers: max_buffer_bytes={o.max_buffer_bytes}",
-        ),
+        _BUFFERS,
         _GATHERS,
         _Need(
             lambda o, f: o.transport == "nvlink",
@@ -81,14 +91,13 @@ NEEDS: dict[str, tuple[_Need, ...]] = {
         _Need(
             lambda o, f: o.schedule != "gather",
             lambda o, f: "keeps two blocks and does not gather: schedule='gather' goes with transport 'nvlink' or 'allgather'",
+            "schedule='auto'",
+            of_options=True,
         ),
     ),
     "allgather": (
         _ONE_RING,
-        _Need(
-            lambda o, f: f.buffer_bytes <= o.max_buffer_bytes,
-            lambda o, f: f"would keep {f.buffer_bytes} bytes of buffers: max_buffer_bytes={o.max_buffer_bytes}",
-        ),
+        _BUFFERS,
         _GATHERS,
     ),
     "ulysses": (
@@ -96,6 +105,8 @@ NEEDS: dict[str, tuple[_Need, ...]] = {
         _Need(
             lambda o, f: o.schedule == "auto",
             lambda o, f: f"passes no blocks from rank to rank, so that schedule must be 'auto': schedule={o.schedule!r}",
+            "schedule='auto'",
+            of_options=True,
         ),
     ),
 }
@@ -104,28 +115,30 @@ IN_ORDER = {"allgather": "brings all keys, which reproducible=True attends in or
 
 
 def route(options: Options, facts: Facts) -> Route:
-    """The transport and schedule of a call. Raises NotImplementedError where the transport asked for cannot run."""
-    if facts.size == 1:
-        return Route("none", options.schedule, "one rank", 1)
-    if options.transport != "auto":
-        reason = why_not(options.transport, options, facts)
-        if reason is not None:
-            raise NotImplementedError(f"transport={options.transport!r} {reason}; use transport='auto'")
-        return _route(options.transport, "asked for", options, facts)
-    preferred, way_out = (IN_ORDER, "reproducible=False") if options.reproducible else (PREFERRED, "schedule='auto'")
-    missing = {name: why_not(name, options, facts) for name in preferred}
-    for name, reason in missing.items():
-        if reason is None:
-            passed = [f"{other} {why}" for other, why in missing.items() if why is not None]
+    """The transport and schedule of a call. Raises NotImplementedError where the transport asked for cannot run; on one rank,
+    where nothing moves, only where options contradict each other.
+    """
+    asked = options.transport != "auto"
+    preferred = {options.transport: "asked for"} if asked else IN_ORDER if options.reproducible else PREFERRED
+    missing = {name: _missing(name, options, facts) for name in preferred}
+    for name, need in missing.items():
+        if need is None:
+            passed = [f"{other} {more.missing(options, facts)}" for other, more in missing.items() if more is not None]
             return _route(name, "; ".join([preferred[name], *passed]), options, facts)
-    reasons = "; ".join(f"transport {name!r} {reason}" for name, reason in missing.items())
-    raise NotImplementedError(f"{reasons}; use {way_out}")
+    needs = {name: need for name, need in missing.items() if need is not None}
+    takes = "reproducible=True takes transport {!r}, which " if options.reproducible else "transport {!r} "
+    words = "transport={!r} " if asked else takes
+    told = [words.format(name) + need.missing(options, facts) for name, need in needs.items()]
+    raise NotImplementedError(f"{'; '.join(told)}; use {[*needs.values()][-1].way_out}")
 
 
-def why_not(transport: str, options: Options, facts: Facts) -> str | None:
-    """Why a transport cannot serve a call; None where it can."""
-    return next((need.missing(options, facts) for need in NEEDS[transport] if not need.holds(options, facts)), None)
+def _missing(transport: str, options: Options, facts: Facts) -> _Need | None:
+    """The first need of a transport that a call does not meet."""
+    needs = [need for need in NEEDS[transport] if facts.size > 1 or need.of_options]
+    return next((need for need in needs if not need.holds(options, facts)), None)
 
 
 def _route(transport: str, why: str, options: Options, facts: Facts) -> Route:
+    if facts.size == 1:
+        return Route("none", options.schedule, "one rank", 1)
     return Route(transport, "gather" if _GATHERS in NEEDS[transport] else options.schedule, why, facts.heads)

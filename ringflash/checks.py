@@ -194,7 +194,7 @@ def mesh(value: object, size: int) -> tuple[int, ...]:
         return (size,)
     shape = tuple(value) if isinstance(value, Sequence) else ()
     if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape) or len(shape) not in (1, 2):
-        raise ValueError(f"mesh must be the shape of a DeviceMesh, such as (2, {size}) for (ring, heads): mesh={value!r}")
+        raise ValueError(f"mesh must be the shape of a DeviceMesh, such as (1, {size}) for (ring, heads): mesh={value!r}")
     if math.prod(shape) != size:
         raise ValueError(f"mesh must hold as many ranks as the layout: mesh={value!r}, size={size}")
     return shape

@@ -209,7 +209,7 @@ def _report(place: _Place, qkv: tuple[Tensor, Tensor, Tensor]) -> Explanation:
     crossing = sum(_crossing(p, p.forward, each * k.element_size(), 0) for p, each in zip(plans, per_tokens, strict=True))
     partials = sum(_crossing(p, p.backward, 0, each * 4) for p, each in zip(plans, per_tokens, strict=True))
     kernel, flops = _kernel(q, v, call.options), 2 * q.shape[0] * len(every[column].q) * (q.shape[3] + v.shape[3])
-    rated, every_block = kernel if _has_figures(q, v, call.options) else "", place.found.transport == "allgather"
+    rated, every_block = kernel if n == 1 and _has_figures(q, v, call.options) else "", place.found.transport == "allgather"
     steps, back = (
         tuple(timed(step, rated, place.found.transport, flops=flops * step.pairs, away=away) for step, away in made)
         for made in (

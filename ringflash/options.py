@@ -19,7 +19,7 @@ class Options:
     "ulysses": no blocks move; all ranks exchange sequence for heads before and after, so that each attends all tokens with its
     share of heads. "auto" takes p2p (explain says why not nvlink). In a 2-D mesh (ring, heads) the ranks of a row exchange
     sequence for heads, and "auto" and "p2p" alike send blocks round each column.
-    On one rank nothing moves: transport and schedule are not looked at.
+    On one rank nothing moves, and only options that contradict each other are refused.
     schedule: the plan's generator, "rotate", "direct" or "hierarchical" with p2p, "gather" with nvlink and allgather; "auto"
     takes what moves least.
     max_buffer_bytes: the most that a rank may keep to gather all keys and their gradients (explain says what that is).

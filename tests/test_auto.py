@@ -20,8 +20,24 @@ def test_every_transport_has_its_needs() -> None:
 
 def test_one_rank_moves_nothing() -> None:
     for transport in CHOICES["transport"]:
-        found = route(rf.Options(transport=transport, schedule="rotate"), FACTS._replace(size=1, device="cpu"))
-        assert found == Route("none", "rotate", "one rank", 1)
+        found = route(rf.Options(transport=transport), FACTS._replace(size=1, device="cpu"))
+        assert found == Route("none", "auto", "one rank", 1)
+    assert route(rf.Options(schedule="rotate"), FACTS._replace(size=1)).schedule == "rotate"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"transport": "p2p", "reproducible": True}, "transport='p2p' attends keys as ranks hold them"),
+        ({"transport": "p2p", "schedule": "gather"}, "transport='p2p' keeps two blocks and does not gather"),
+        ({"schedule": "direct", "reproducible": True}, "reproducible=True takes transport 'allgather', which gathers all keys"),
+        ({"transport": "ulysses", "schedule": "direct"}, "transport='ulysses' passes no blocks from rank to rank"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_on_one_rank_too(how: dict, words: str) -> None:
+    for size in (1, 4):
+        with pytest.raises(NotImplementedError, match=re.escape(words)):
+            route(rf.Options(**how), FACTS._replace(size=size))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +77,7 @@ def test_the_first_that_can(facts: Facts, options: rf.Options, transport: str, w
         (
             MESH,
             {"transport": "nvlink"},
-            "transport='nvlink' needs one ring of all ranks: the mesh is 2 x 2; use transport='auto'",
+            "transport='nvlink' needs one ring of all ranks: the mesh is 2 x 2; use a group of one dimension",
         ),
         (MESH, {"transport": "allgather"}, "transport='allgather' needs one ring of all ranks: the mesh is 2 x 2; use"),
         (
@@ -72,7 +88,7 @@ def test_the_first_that_can(facts: Facts, options: rf.Options, transport: str, w
         (
             MESH,
             {"reproducible": True},
-            "transport 'allgather' needs one ring of all ranks: the mesh is 2 x 2; use reproducible=False",
+            "reproducible=True takes transport 'allgather', which needs one ring of all ranks: the mesh is 2 x 2; use a group",
         ),
         *(
             (FACTS, {"reproducible": True, "transport": name}, f"transport='{name}' attends keys as ranks hold them, repro")

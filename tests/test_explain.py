@@ -239,7 +239,7 @@ def test_keys_may_lie_elsewhere() -> None:
         (
             {"mesh": (1, 1, 2)},
             ValueError,
-            "mesh must be the shape of a DeviceMesh, such as (2, 2) for (ring, heads): mesh=(1, 1",
+            "mesh must be the shape of a DeviceMesh, such as (1, 2) for (ring, heads): mesh=(1, 1",
         ),
         ({"mesh": 2}, ValueError, "mesh must be the shape of a DeviceMesh"),
         ({"mesh": (2, 1), "options": rf.Options(transport="ulysses")}, ValueError, "transport='ulysses' must have all ranks"),

@@ -283,7 +283,10 @@ def test_ulysses_over_a_ring_of_rows_is_refused(pools: Pools) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"transport": "nvlink"}, "transport='nvlink' needs one ring of all ranks: the mesh is 2 x 2; use transport='auto'"),
+        (
+            {"transport": "nvlink"},
+            "transport='nvlink' needs one ring of all ranks: the mesh is 2 x 2; use a group",
+        ),
         ({"transport": "allgather"}, "transport='allgather' needs one ring of all ranks: the mesh is 2 x 2; use"),
         ({"schedule": "gather"}, "transport 'p2p' keeps two blocks and does not gather"),
     ],

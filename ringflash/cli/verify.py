@@ -58,6 +58,12 @@ class Case:
     schedule: str
     seed: int
     transport: str = "auto"
+    reproducible: bool = False
+
+    @property
+    def options(self) -> Options:
+        """How the ring runs."""
+        return Options(schedule=self.schedule, transport=self.transport, reproducible=self.reproducible)
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def _run_all(args: argparse.Namespace) -> int:
 
 def _route(args: argparse.Namespace, size: int, device: str) -> None:
     """Raise where no transport can do what is asked for on this host, before ranks are started that would."""
-    options = Options(schedule=args.schedule, transport=args.transport)
+    options = Options(schedule=args.schedule, transport=args.transport, reproducible=args.reproducible)
     heads = checks.heads_ranks(options.transport, checks.mesh(None, size))
     route(options, Facts(size, (0,) * size, device, buffer_bytes=0, heads=heads))
 
@@ -174,7 +180,7 @@ def _inputs(case: Case, device: torch.device) -> list[Tensor]:
 def _run(inputs: Sequence[Tensor], comm: Communicator, layout: Layout, case: Case) -> Results:
     q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
     dout, dlse = inputs[3:]
-    given = checks.Given(layout, mask=case.mask, options=Options(schedule=case.schedule, transport=case.transport))
+    given = checks.Given(layout, mask=case.mask, options=case.options)
     out, lse = attend_over(comm, (q, k, v), given, return_lse=True)
     grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
     return Results(out.detach(), lse.detach(), *grads)
@@ -301,6 +307,7 @@ def _case(args: argparse.Namespace, layout: str, mask: str) -> Case:
         schedule=args.schedule,
         seed=args.seed,
         transport=args.transport,
+        reproducible=args.reproducible,
     )
 
 
@@ -322,6 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--schedule", choices=CHOICES["schedule"], default="auto")
     parser.add_argument("--transport", choices=CHOICES["transport"], default="auto")
+    parser.add_argument("--reproducible", action="store_true", help="bits that do not depend on the ring's size and layout")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: GPUs where there are some")
     parser.add_argument("--seed", type=int, default=0)
     return parser
