@@ -152,10 +152,10 @@ WORDS = "attends keys as ranks hold them, reproducible=True attends them in orde
         ({"transport": "p2p"}, None, f"transport='p2p' {WORDS}"),
         ({"transport": "nvlink"}, None, f"transport='nvlink' {WORDS}"),
         ({"transport": "ulysses"}, None, f"transport='ulysses' {WORDS}"),
-        ({"schedule": "rotate"}, None, "schedule must be 'auto' or 'gather', schedule='rotate'; use reproducible=False"),
+        ({"schedule": "rotate"}, None, "schedule must be 'auto' or 'gather', schedule='rotate'; use schedule='auto'"),
         ({"kernel": "hopper"}, None, "kernel='hopper' has no key blocks at fixed places, which reproducible=True needs; use"),
-        ({"max_buffer_bytes": 5}, None, "bytes of buffers: max_buffer_bytes=5; use reproducible=False"),
-        ({}, (2, 2), "transport 'allgather' needs one ring of all ranks: the mesh is 2 x 2; use reproducible=False"),
+        ({"max_buffer_bytes": 5}, None, "bytes of buffers: max_buffer_bytes=5; use a larger"),
+        ({}, (2, 2), "transport 'allgather', which needs one ring of all ranks: the mesh is 2 x 2; use a group"),
     ],
 )
 def test_what_cannot_honour_it_is_refused(options: dict, mesh: tuple[int, int] | None, words: str) -> None:

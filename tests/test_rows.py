@@ -79,6 +79,7 @@ def test_shapes_and_dtypes(pools: Pools, size: int, dtype: torch.dtype) -> None:
     check(pools, size, [Case(CAUSAL, 33, **{"heads": MHA, "dtype": dtype, **shape}) for shape in SHAPES])
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("size", [5, 8])
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "hierarchical"])
 def test_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch, size: int, schedule: str) -> None:

@@ -34,7 +34,7 @@ def test_sizes(x: Shapes) -> None:
 def test_all_ranks_find_the_same_sizes(x: Shapes) -> None:
     """Buffers that are made together must be of one size, whose block this rank's may be."""
     for n in x.lengths:
-        other = x._replace(k=x.k.new_zeros(x.k.shape[0], n, *x.k.shape[2:]), v=x.v.new_zeros(x.v.shape[0], n, *x.v.shape[2:]))
+        other = x._replace(parts=tuple(y.new_zeros(y.shape[0], n, *y.shape[2:]) for y in (x.k, x.v)))
         assert (other.block_bytes, other.grads_bytes, other.elements) == (x.block_bytes, x.grads_bytes, x.elements)
 
 
