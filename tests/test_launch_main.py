@@ -17,7 +17,7 @@ MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
 SHOW = """
 import os, sys
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:])
+print(" ".join(["rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:]]) + "\\n", end="")  # at once
 print("to stderr", file=sys.stderr)
 """
 FAIL = """

@@ -131,4 +131,5 @@ def no_meeting(channel: int) -> Break:
     ids=["one published block", "no meeting of blocks", "no meeting of grads", "no meeting around replays"],
 )
 def test_a_step_that_disturbs_another_is_noticed(spoil: Break) -> None:
-    assert differing(Steps(replays=0.5, spoil=spoil).run(STEPS), STEPS) > 0
+    """Whether one does in a given run is chance; that none does in so many is not."""
+    assert any(differing(Steps(replays=0.5, spoil=spoil).run(STEPS), STEPS) > 0 for _ in range(20))
