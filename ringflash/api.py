@@ -107,7 +107,7 @@ def _prepare(comm: Communicator, qkv: tuple[Tensor, Tensor, Tensor], given: chec
     return qkv, _ring(comm, call, found, tile, TokenBytes.of(q, v)), call
 
 
-def _ring(comm: Communicator, call: checks.Call, found: Route, tile: Tile, token: TokenBytes | None) -> Ring | Heads:
+def _ring(comm: Communicator, call: checks.Call, found: Route, tile: Tile, token: TokenBytes) -> Ring | Heads:
     """This rank's ring, inside an exchange of heads where several ranks share them."""
     n = found.heads
     row, column = divmod(comm.rank, n)

@@ -182,7 +182,7 @@ class _Place:
     found: Route
     hosts: tuple[int, ...]
     rank: int
-    token: TokenBytes | None
+    token: TokenBytes
 
     @property
     def n(self) -> int:
@@ -202,8 +202,7 @@ def _report(place: _Place, qkv: tuple[Tensor, Tensor, Tensor]) -> Explanation:
     plans, per_tokens = [place.plan(i) for i in range(n)], [_per_token(share, k, v) for share in every]
     plan, per_token = plans[column], per_tokens[column]
     nbytes = {"per_token": per_token * k.element_size(), "grads_per_token": per_token * 4}
-    row_bytes, dq_bytes = (place.token.rows, place.token.dq) if place.token else (0, 0)
-    of_rows = {"per_token": q.shape[0] * row_bytes, "grads_per_token": q.shape[0] * dq_bytes}
+    of_rows = {"per_token": q.shape[0] * place.token.rows, "grads_per_token": q.shape[0] * place.token.dq}
     back_bytes = of_rows if plan.backward.rows else nbytes
     work = [plan.work(r) for r in range(plan.size)]
     pairs, rows = int(work[row].sum()), len(plan.rows)

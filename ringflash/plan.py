@@ -35,13 +35,8 @@ class TokenBytes(NamedTuple):
     dq: int
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor) -> "TokenBytes | None":
-        """For q (batch, seqlen_q, nheads_q, headdim) and v (batch, seqlen_k, nheads_k, headdim_v) of one dtype.
-
-        None on GPUs, where rows have not travelled yet, and for meta tensors, which are taken to be there.
-        """
-        if q.device.type != "cpu":
-            return None
+    def of(cls, q: Tensor, v: Tensor) -> "TokenBytes":
+        """For q (batch, seqlen_q, nheads_q, headdim) and v (batch, seqlen_k, nheads_k, headdim_v) of one dtype."""
         (_, _, nheads_q, headdim), (_, _, nheads_k, headdim_v), itemsize = q.shape, v.shape, q.element_size()
         both = headdim + headdim_v
         return cls(nheads_k * both * itemsize, nheads_k * both * 4, nheads_q * (both * itemsize + 8), nheads_q * headdim * 4)

@@ -8,6 +8,8 @@ import torch
 from hypothesis import settings
 from pool import MAKERS, Pools, poisoned
 
+from ringflash.launch.bootstrap import Session, bootstrap
+
 SAMPLE = 8  # of a slow test's parameter sets, how many run without --full
 
 settings.register_profile("bounded", deadline=None, derandomize=True, database=None)
@@ -66,3 +68,10 @@ def pools() -> Iterator[Pools]:
     made = Pools()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def session() -> Iterator[Session]:
+    """This process as a rank on a GPU; for GPU tests."""
+    with bootstrap(device="cuda", timeout=120) as session:
+        yield session

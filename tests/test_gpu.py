@@ -4,69 +4,22 @@ Run with `pytest -m gpu` for one GPU and `torchrun --nproc-per-node 2 -m pytest 
 """
 
 import itertools
-import random
-import time
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+from gpu_cases import DOCUMENTS, MASKS, case, check, unchecked
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash as rf
-from ringflash.cli.verify import Case, verify
+from ringflash.cli.verify import verify
 from ringflash.kernels import reference
 from ringflash.kernels.reference import Segment
-from ringflash.launch.bootstrap import Session, bootstrap
+from ringflash.launch.bootstrap import Session
 from ringflash.tile import pick
 from ringflash.transport.communicator import communicator
 
 pytestmark = pytest.mark.gpu
-
-DOCUMENTS = (0, 3, 16, 130, 131, 700, 1025)
-MASKS = {
-    "full": rf.Mask(),
-    "causal": rf.Mask(causal=True),
-    "window": rf.Mask(causal=True, window=(100, None)),
-    "two-sided window": rf.Mask(window=(5, 70)),
-    "documents": rf.Mask(causal=True, documents=DOCUMENTS),
-    "documents in a window": rf.Mask(causal=True, documents=DOCUMENTS, window=(33, None)),
-    "prefix": rf.Mask(causal=True, prefix=200),
-}
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with bootstrap(device="cuda", timeout=120) as session:
-        yield session
-
-
-def case(**changes: object) -> Case:
-    given = {
-        "layout": "zigzag",
-        "mask": MASKS["causal"],
-        "seqlen": 1025,
-        "batch": 1,
-        "heads": (4, 2),
-        "headdims": (64, 64),
-        "dtype": "bfloat16",
-        "schedule": "auto",
-        "seed": 0,
-    }
-    return Case(**(given | changes))  # pyright: ignore[reportArgumentType]
-
-
-def unchecked(transport: str = "auto", **options: Any) -> rf.ContextParallel:
-    """A ring whose ranks compare no calls but the first, over a group of its own (the mode is the group's)."""
-    group = torch.distributed.new_group()
-    assert isinstance(group, torch.distributed.ProcessGroup)
-    return rf.ContextParallel(group, options=rf.Options(check="never", transport=transport, **options))
-
-
-def check(session: Session, chosen: Case) -> None:
-    wrong = [line for line in verify(chosen, communicator(), session.device) if not line.good]
-    assert not wrong, (chosen, wrong)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -84,6 +37,14 @@ def test_gathered_keys_are_as_exact_as_one_kernel(session: Session, transport: s
         check(session, case(layout=layout, mask=MASKS[mask], transport=transport, dtype=dtype))
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "per_document", "balanced"])
+@pytest.mark.parametrize("heads", [(4, 4), (3, 3)])
+def test_rows_that_travel_are_as_exact_as_one_kernel(session: Session, heads: tuple[int, int], layout: str, mask: str) -> None:
+    for schedule, dtype in itertools.product(("rotate", "direct"), ("float32", "bfloat16")):
+        check(session, case(layout=layout, mask=MASKS[mask], heads=heads, schedule=schedule, dtype=dtype, transport="p2p"))
+
+
 @pytest.mark.parametrize("transport", ["p2p", "nvlink", "allgather"])
 @pytest.mark.parametrize("seqlen", [0, 1, 2, 7, 63, 100, 2999])
 def test_any_length_runs(session: Session, seqlen: int, transport: str) -> None:
@@ -97,70 +58,6 @@ def test_head_dimensions(session: Session, headdims: tuple[int, int]) -> None:
 
 def test_benchmark_shape_against_the_oracle(session: Session) -> None:
     check(session, case(heads=(8, 2), headdims=(128, 128), seqlen=4096, batch=2))
-
-
-def test_many_heads_arrive_in_pieces(session: Session) -> None:
-    check(session, case(heads=(16, 16), headdims=(128, 128), seqlen=8192, transport="nvlink"))
-
-
-def ring_of(cp: rf.ContextParallel, tokens: int) -> tuple[Any, list[torch.Tensor]]:
-    """A causal batch and this rank's bfloat16 q, k, v (8 heads on 2, 64)."""
-    batch = cp.batch(tokens * cp.size, rf.Mask(causal=True))
-    g = torch.Generator(device="cuda").manual_seed(cp.rank)
-    made = [torch.randn(1, tokens, h, 64, device="cuda", generator=g).bfloat16().requires_grad_() for h in (8, 2, 2)]
-    return batch, made
-
-
-def test_steps_in_a_row_with_other_data_each_are_those_of_steps_alone(session: Session) -> None:
-    """Buffers are used again at once, ranks are held up here and there; compared bit for bit with what collectives bring."""
-    fast, slow = (unchecked(transport, deterministic=True) for transport in ("nvlink", "allgather"))
-    (batch, qkv), steps = ring_of(fast, 1024), 300
-    right = slow.batch(batch.layout.seqlen, batch.mask)
-    wait = random.Random(session.world.rank)
-    gains = torch.rand(steps, 3, generator=torch.Generator().manual_seed(1)).tolist()
-
-    def run(step: int, batch: Any) -> list[torch.Tensor]:
-        q, k, v = (x.detach().mul(gain + 0.5).requires_grad_() for x, gain in zip(qkv, gains[step], strict=True))
-        out = batch.attention(q, k, v)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())]
-
-    results = []
-    for step in range(steps):
-        if wait.random() < 0.1:
-            torch.cuda._sleep(wait.randrange(1_000_000))
-        if wait.random() < 0.05:
-            time.sleep(0.002)
-        results.append([x.float().sum() for x in run(step, batch)])
-    for step in range(0, steps, 10):
-        expected = [x.float().sum() for x in run(step, right)]
-        assert [x.item() for x in results[step]] == [x.item() for x in expected]
-
-
-def test_a_captured_step_may_be_replayed_with_other_inputs(session: Session) -> None:
-    cp = unchecked("nvlink" if session.world.size > 1 else "auto")
-    batch, (q, k, v) = ring_of(cp, 512)
-
-    def step() -> list[torch.Tensor]:
-        out = batch.attention(q, k, v)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            found = step()
-        for _ in range(100):
-            with torch.no_grad():
-                q.mul_(-1)
-                k.add_(0.01)
-            graph.replay()
-        expected = step()
-    torch.cuda.synchronize()
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x.float(), y.float(), atol=2e-2, rtol=2e-2)
 
 
 def _segment_inputs(dtype: torch.dtype, seqlen_q: int = 257, seqlen_k: int = 391) -> tuple[torch.Tensor, Segment]:

@@ -262,8 +262,6 @@ def test_partial_gradients_of_the_hierarchical_schedule_never_pile_up(plan: Plan
 def test_rows_travel_where_that_is_fewer_bytes(heads: tuple[int, int], rows: bool) -> None:
     q, v = (torch.empty(1, 0, n, 128, dtype=torch.bfloat16) for n in heads)
     token = TokenBytes.of(q, v)
-    assert token is not None
-    assert TokenBytes.of(q.to("meta"), v.to("meta")) is None  # as on a GPU
     assert token == (heads[1] * 512, heads[1] * 1024, heads[0] * (512 + 8), heads[0] * 512)
     for schedule in ("rotate", "direct", "auto"):
         plan = make_plan(rf.layouts.zigzag(64, 4), rf.Mask(causal=True), schedule=schedule, token=token)

@@ -193,7 +193,7 @@ def test_explain_tells_what_travels(schedule: str, hosts: tuple[int, ...]) -> No
     layout, options = rf.layouts.contiguous(38, 4), rf.Options(schedule=schedule, transport="p2p")
     told, per_row, per_dq = [], 2 * 4 * (2 * 16 * 2 + 8), 2 * 4 * 16 * 4
     for rank in range(4):
-        x = [torch.empty(2, layout.lengths[rank], 4, 16, dtype=torch.bfloat16)] * 3
+        x = [torch.empty(2, layout.lengths[rank], 4, 16, dtype=torch.bfloat16, device="meta")] * 3
         told.append(rf.explain(*x, layout=layout, mask=CAUSAL, rank=rank, hosts=hosts, options=options))
     for rank, one in enumerate(told):
         assert one.rows
@@ -217,14 +217,14 @@ def test_explain_tells_what_travels(schedule: str, hosts: tuple[int, ...]) -> No
 
 
 def test_explain_tells_that_keys_travel() -> None:
-    x = [torch.empty(1, 16, n, 16, dtype=torch.bfloat16) for n in (4, 1, 1)]
+    x = [torch.empty(1, 16, n, 16, dtype=torch.bfloat16, device="meta") for n in (4, 1, 1)]
     told = rf.explain(*x, layout="zigzag", size=4, mask=CAUSAL, options=rf.Options(transport="p2p"))
     assert "backward   36 KiB of keys, dK and dV travel; rows and dQ would be 102 KiB\n" in str(told)
     assert not told.rows
     assert told.backward_steps == ()
     mask = rf.Mask(causal=True, documents=(0, 1000, 1500, 7000, 7100, 7200, 7300, 16000))
     layout = rf.layouts.balanced(mask, 16000, 4)
-    x = [torch.empty(1, layout.lengths[0], 4, 16, dtype=torch.bfloat16)] * 3
+    x = [torch.empty(1, layout.lengths[0], 4, 16, dtype=torch.bfloat16, device="meta")] * 3
     told = rf.explain(*x, layout=layout, mask=mask, options=rf.Options(transport="p2p"))
     assert told.traffic is not None
     assert told.traffic.rows < told.traffic.keys
