@@ -205,9 +205,11 @@ def test_reversed_mesh(session: Session) -> None:
 
 
 def test_memory_beyond_inputs_outputs_and_saved_tensors(session: Session) -> None:
-    """Two K/V blocks in flight and one float32 state forward; three float32 dK/dV blocks and float32 dQ backward."""
+    """Two K/V blocks in flight and one float32 state forward; three float32 dK/dV blocks and float32 dQ backward, and of at
+    most one wave of key blocks, which the Hopper kernel cuts in two, the sums of both parts.
+    """
     cp = unchecked("p2p")
-    tokens, heads, heads_k, headdim = 4096, 8, 2, 128
+    tokens, heads, heads_k, headdim = 32768, 8, 2, 128
     batch = cp.batch(tokens * cp.size, rf.Mask(causal=True))
     q, k, v = (
         torch.randn(1, tokens, h, headdim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -218,6 +220,7 @@ def test_memory_beyond_inputs_outputs_and_saved_tensors(session: Session) -> Non
     block = 2 * tokens * heads_k * headdim * 2
     state = tokens * heads * (headdim + 2) * 4
     dq, dkv = tokens * heads * headdim * 4, 2 * tokens * heads_k * headdim * 4
+    sums = torch.cuda.get_device_properties(0).multi_processor_count * 2 * (2 * 128 * headdim * 4)
 
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -237,7 +240,7 @@ def test_memory_beyond_inputs_outputs_and_saved_tensors(session: Session) -> Non
     print(f"forward {forward / 2**20:.1f} MiB beyond kept, backward {backward / 2**20:.1f} MiB; "
           f"block {block / 2**20:.1f}, state {state / 2**20:.1f}, dq {dq / 2**20:.1f}, dkv {dkv / 2**20:.1f} MiB")  # fmt: skip
     assert forward <= 2 * block + state + slack
-    assert backward <= 2 * block + dq + 3 * dkv + slack
+    assert backward <= 2 * block + dq + 3 * dkv + sums + slack
 
 
 HEADS = [(8, 2), (6, 3), (4, 1), (5, 5), (1, 1)]
