@@ -29,9 +29,8 @@ class Forward:
     """Everything that a forward kernel is compiled for.
 
     FLAT, SHORT: where the rows' sums are below FLAT times their largest p, or there are at most SHORT blocks,
-    every block moves the reference. SHIFT, LIMIT: forward_kernel. ITEMS: how many items a program takes before it makes room
-    for other kernels. ADAPT: what other items needed decides as well, so that bits depend on timing. WAITS: one bit for each
-    segment that has a flag.
+    every block moves the reference. SHIFT, LIMIT: forward_kernel. ITEMS: how many items a program takes at most. ADAPT: what
+    other items needed decides as well, so that bits depend on timing. WAITS: one bit for each segment that has a flag.
     """
 
     BLOCK_Q: int
@@ -51,7 +50,7 @@ class Forward:
     SHIFT: float = 8.0
     LIMIT: float = 2.0**94
     WAITS: int = 0
-    ITEMS: int = 4
+    ITEMS: int = 16
     SLOTS: int = 2
     REGS: int = 232
     COPY_REGS: int = 40

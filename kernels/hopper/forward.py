@@ -15,6 +15,9 @@ from ringflash.kernels.reference import LOG2E, Segment, State
 
 _launcher = host.Launcher(forward_kernel.kernel)
 
+# How many keys a program attends at most for its items, of BLOCK_Q rows each, if it takes more than four.
+_KEYS_AT_ONCE = 1 << 17
+
 # float16 holds 2**16 at most and few small numbers: see forward_kernel.
 _HALF = {"SHIFT": 4.0, "LIMIT": 2.0**15}
 
@@ -95,24 +98,37 @@ def _one_launch(
     chunk = portable.heads_together(portable.key_bytes(segments), group, heads)
     if c.WAITS:  # keys that are still coming come head by head: items that need the first quarter go first
         chunk = min(chunk, group * -(-segments[0].k.shape[2] // 4))
-    work = torch.zeros(2, dtype=torch.int32, device=q.device)
+    lengths = [segment.k.shape[1] for segment in segments]
+    grid, most = _programs(items, sum(lengths), host.multiprocessors(q.device), c)
+    work, lasting = host.counters(q.device, own=stats is not None)
     begins, ends, strides = host.intervals(segments)
     readys, lates, limit_ns = host.flags(segments)
     args = (
         host.describe(q, 64, c.HEADDIM), *host.key_views(segments, rows=c.BLOCK_K, headdim=c.HEADDIM, headdim_v=c.HEADDIM_V),
         host.describe(acc, 64, c.HEADDIM_V) if c.CARRIED else None, host.describe(out, 64, c.HEADDIM_V),
         begins, ends, readys, lates, acc, row_max, row_sum, out, lse, work,
-        portable.encode(seqlen_q, nheads_q, group, heads, chunk, items), strides,
-        portable.encode(*[segment.k.shape[1] for segment in segments]), limit_ns, float(scale * LOG2E), known,
+        portable.encode(seqlen_q, nheads_q, group, heads, chunk, items, most, grid if lasting else 0), strides,
+        portable.encode(*lengths), limit_ns, float(scale * LOG2E), known,
     )  # fmt: skip
-    grid = min(items, -(-items // c.ITEMS) + host.multiprocessors(q.device))
     with portable.guard(q.device):
         _launcher(
             grid, args, key=(c, q.dtype), pointers=(*begins, *ends, *readys, *lates, acc, row_max, row_sum, out, lse, work)
         )
     if stats is not None:
         stats[0] += 2 * items
-        stats[1:] += work[1:]
+        stats[1:] += work[1:2]
+
+
+@functools.lru_cache(maxsize=256)
+def _programs(items: int, seqlen_k: int, at_once: int, c: config.Forward) -> tuple[int, int]:
+    """(how many programs, how many items each takes at most before it makes room for other kernels).
+
+    Few items where keys are many; where they are few, a program's begin and end would cost as much as an item. Programs beyond
+    those that run at once replace the ones whose items were short.
+    """
+    most = max(4, min(c.ITEMS, _KEYS_AT_ONCE // max(seqlen_k, 1)))
+    needed = -(-items // most)
+    return min(items, max(at_once, needed + min(needed, at_once))), most
 
 
 def sources() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, Any]]]:
@@ -150,6 +166,6 @@ def _signature(c: config.Forward, dtype: torch.dtype) -> tuple[dict[str, Any], d
     signature |= dict.fromkeys(("begins", "ends", "readys", "lates"), ("*i32",) * c.SEGMENTS)
     signature |= dict.fromkeys(("acc_ptr", "max_ptr", "sum_ptr"), "*fp32")
     signature |= {"out_ptr": "*" + out.removeprefix("tensordesc<").split("[")[0], "lse_ptr": "*fp32", "work_ptr": "*i32"}
-    signature |= {"sizes": ("i64",) * 6} | dict.fromkeys(("strides", "seqlens_k"), ("i64",) * c.SEGMENTS)
+    signature |= {"sizes": ("i64",) * 8} | dict.fromkeys(("strides", "seqlens_k"), ("i64",) * c.SEGMENTS)
     signature |= {"limit_ns": "i64", "scale": "fp32", "CONFIG": "constexpr"}
     return signature, {**constants, "CONFIG": config.Known(c)}

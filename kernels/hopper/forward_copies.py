@@ -128,7 +128,7 @@ def producer(q_desc, k_descs, v_descs, acc_desc, smems, bars, spans, redo, done,
     passes = 0
     while passes < CONFIG.PASSES:
         if again == 0:
-            have = (item < sizes[5]) & (taken < CONFIG.ITEMS)
+            have = (item < sizes[5]) & (taken < sizes[6])
         else:
             while (at < taken) & (_flag(bad_smem, gl.minimum(at, CONFIG.ITEMS - 1)) == 0):
                 at += 1
@@ -144,7 +144,7 @@ def producer(q_desc, k_descs, v_descs, acc_desc, smems, bars, spans, redo, done,
                 items_smem.index(taken).store(gl.full([1], 0, gl.int32, dialect.WARP) + item)
                 taken += 1
                 item = sizes[5]
-                if taken < CONFIG.ITEMS:
+                if taken < sizes[6]:
                     item = gl.atomic_add(work_ptr, 1, sem="relaxed")
             else:
                 place = at
@@ -186,6 +186,8 @@ def producer(q_desc, k_descs, v_descs, acc_desc, smems, bars, spans, redo, done,
             if passes < CONFIG.PASSES:
                 mbarrier.wait(done.index(0), 0)
             again = 1
+    if gl.atomic_add(work_ptr + 2, 1, sem="acq_rel") == sizes[7] - 1:  # the last program: nobody looks any more
+        gl.store(work_ptr + gl.arange(0, 32, layout=dialect.WARP), 0, mask=gl.arange(0, 32, layout=dialect.WARP) < 3)
 
 
 @gluon.jit

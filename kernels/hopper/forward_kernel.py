@@ -104,11 +104,14 @@ def _attend(q, smems, bars, t, span, seen, release, scale, ref, sums, acc, onlin
         softmax.zero_unseen(_values(v_smem, t, CONFIG), WG, n0, lo, hi, begin_ptr, end_ptr, first, last, CONFIG)
     p = softmax.rounded(p, v_smem.dtype)
     mbarrier.wait(k_full.index((t + 1) % CONFIG.STAGES), _phase(t + 1, CONFIG), pred=count > 1)
-    for j in range(1, masked):
+    for j in range(1, edges):
         n0, n1 = copies.block_at(j, hi, lo, right, full, edges, CONFIG.BLOCK_K)
         ref, sums, acc, p = _step(q, smems, bars, t + j, end_t, ref, sums, acc, p, scale, seen, unseen, n0, n1, WG, True, True,
                                   CONFIG)  # fmt: skip
     mbarrier.arrive(release)
+    for j in range(gl.maximum(edges, 1), masked):
+        ref, sums, acc, p = _step(q, smems, bars, t + j, end_t, ref, sums, acc, p, scale, seen, 0, 0, 0, WG, False, True,
+                                  CONFIG)  # fmt: skip
     if not CONFIG.EXACT:
         if (online == 2) & (full > 0):
             at = first + 64 * WG + gl.arange(0, 64, layout=gl.SliceLayout(1, sums.type.layout))
@@ -145,14 +148,15 @@ def _merge(ref, total, acc, acc_in, row_at, keep, max_ptr, sum_ptr, CONFIG: gl.c
 
 
 @gluon.jit
-def _verdict(total, acc, keep, passes, bad, work_ptr, CONFIG: gl.constexpr):
-    """Whether to store: in the first pass what is in range, in the second what was not."""
+def _verdict(total, acc, keep, online, passes, bad, work_ptr, CONFIG: gl.constexpr):
+    """Whether to store: in the first pass what is in range or was online throughout, in the second what was not."""
     store = 1
     if CONFIG.PASSES > 1:
         if passes == 0:
-            wrong = gl.where(total <= CONFIG.LIMIT, 0, 1)
-            wrong = gl.maximum(wrong, gl.convert_layout(gl.max(gl.where(acc * 0.0 == 0.0, 0, 1), 1), total.type.layout))
-            store = 1 - gl.max(gl.where(keep, wrong, 0), 0)
+            if online == 0:
+                wrong = gl.where(total <= CONFIG.LIMIT, 0, 1)
+                wrong = gl.maximum(wrong, gl.convert_layout(gl.max(gl.where(acc * 0.0 == 0.0, 0, 1), 1), total.type.layout))
+                store = 1 - gl.max(gl.where(keep, wrong, 0), 0)
             bad.store(gl.full([1], 0, gl.int32, dialect.GROUP) + (1 - store))
             if store == 0:
                 gl.atomic_add(work_ptr + 1, 1, sem="relaxed")
@@ -269,7 +273,7 @@ def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, 
             total = gl.convert_layout(gl.sum(sums, 1), RS)
             row = first + 64 * WG + gl.arange(0, 64, layout=RS)
             keep = row < sizes[0]
-            store = _verdict(total, acc, keep, passes, bad_smem.index(2 * place + WG), work_ptr, CONFIG)
+            store = _verdict(total, acc, keep, online, passes, bad_smem.index(2 * place + WG), work_ptr, CONFIG)
             # Without SHIFT the logarithm of the sum is small, and so is its rounding; acc follows where it is weighted.
             ref = ref - CONFIG.SHIFT
             total = total * 2.0**CONFIG.SHIFT
@@ -295,7 +299,10 @@ def _consumer(WG: gl.constexpr, o_desc, smems, bars, spans, redo, done, begins, 
 def kernel(q_desc, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4, v5, v6, v7, acc_desc, o_desc, begins, ends, readys,
            lates, acc_ptr, max_ptr, sum_ptr, out_ptr, lse_ptr, work_ptr, sizes, strides, seqlens_k, limit_ns, scale,
            CONFIG: gl.constexpr):  # fmt: skip
-    """One program: see the module. sizes: seqlen_q, nheads_q, group, heads, chunk, items."""
+    """One program: see the module. sizes: seqlen_q, nheads_q, group, heads, chunk, items, how many of them a program takes at
+    most, and how many programs leave work_ptr as they found it, or 0. work_ptr: zeros, the next item, how many half items were
+    wrong, and how many programs are done.
+    """
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 64, 1, CONFIG.HEADDIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k0.dtype, [CONFIG.STAGES, 1, CONFIG.BLOCK_K, 1, CONFIG.HEADDIM], k0.layout)
     v_smem = gl.allocate_shared_memory(v0.dtype, [CONFIG.STAGES, 1, CONFIG.BLOCK_K, 1, CONFIG.HEADDIM_V], v0.layout)
@@ -321,7 +328,7 @@ def kernel(q_desc, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4, v5, v6, v
     done = dialect.barriers(1, 2)
     ks = (k0, k1, k2, k3, k4, k5, k6, k7)
     vs = (v0, v1, v2, v3, v4, v5, v6, v7)
-    numbers = (dialect.numbers(sizes, 6), dialect.numbers(strides, CONFIG.SEGMENTS))
+    numbers = (dialect.numbers(sizes, 8), dialect.numbers(strides, CONFIG.SEGMENTS))
     lengths = dialect.numbers(seqlens_k, CONFIG.SEGMENTS)
     limit_ns = dialect.number(limit_ns)
     gl.warp_specialize([

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
 
 from ringflash.kernels import portable
 from ringflash.kernels.reference import Segment
@@ -98,6 +99,21 @@ class Launcher:
 def multiprocessors(device: torch.device) -> int:
     """How many the GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_COUNTERS: dict[tuple[int, int], Tensor] = {}  # by device and stream, on which launches come one after the other
+
+
+def counters(device: torch.device, *, own: bool) -> tuple[Tensor, bool]:
+    """int32 (3,) zeros for a launch on the current stream, and whether the next one has the same, so that this one has to
+    leave zeros. own: not the same. A graph, which may be replayed beside anything, has its own.
+    """
+    if own or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(3, dtype=torch.int32, device=device), False
+    key = device.index, driver.active.get_current_stream(device.index)
+    if key not in _COUNTERS:
+        _COUNTERS[key] = torch.zeros(3, dtype=torch.int32, device=device)
+    return _COUNTERS[key], True
 
 
 def waits(segments: Sequence[Segment]) -> int:
