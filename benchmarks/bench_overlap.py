@@ -63,9 +63,6 @@ def host(call: Callable[[], object], calls: int) -> float:
 
 def measure(call: Callable[[], object], base: Callable[[], object], path: Path, calls: int) -> dict[str, Any]:
     """This rank's figures of one call."""
-    for _ in range(timing_ranks.WARMUP):
-        base()
-        call()
     base_ms, ms = timing_ranks.isolated(base), timing_ranks.isolated(call)
     busy = host(call, timing_ranks.REPEATS)
     events = trace(call, calls, path)

@@ -69,8 +69,6 @@ def time_one(contestant: Contestant, problem: Problem, repeats: int) -> dict[tup
     found: dict[tuple[str, str], float] = {}
     with contestant(problem) as one:
         for what, call in zip(PASSES, (one.forward, one.both), strict=True):
-            for _ in range(timing_ranks.WARMUP):
-                call()
             for how, clock in timing_ranks.CLOCKS.items():
                 found[what, how] = clock(call, repeats)
             found[what, "peak"] = timing_ranks.peak(call)

@@ -9,6 +9,7 @@ and back to back, with peak memory; appends one line per row to benchmarks/resul
 """
 
 import argparse
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from ringflash.launch.bootstrap import bootstrap
 from ringflash.options import CHOICES
 from ringflash.tile import pick
 
+ROUNDS = 3  # ring and baseline in turn
+
 
 def measure(problem: Problem, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows of one size, ring and baseline alternating so that both see the same clocks."""
@@ -34,11 +37,8 @@ def measure(problem: Problem, args: argparse.Namespace) -> list[dict[str, Any]]:
             ("forward+backward", ring.both, base.both, 3.5),
         ):
             for how, clock in timing_ranks.CLOCKS.items():
-                for _ in range(timing_ranks.WARMUP):
-                    theirs()
-                    ours()
-                times = [(clock(theirs), clock(ours)) for _ in range(2)]
-                base_ms, ring_ms = (min(x) for x in zip(*times, strict=True))
+                times = [(clock(theirs), clock(ours)) for _ in range(ROUNDS)]
+                base_ms, ring_ms = map(statistics.median, zip(*times, strict=True))
                 tera = factor * problem.flops / 1e9
                 rows.append({
                     "tokens_per_gpu": problem.seqlen // problem.size, "ranks": problem.size, "pass": what, "how": how,
@@ -65,7 +65,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=timing.RESULTS, help="folder of the result lines")
     timing.add_commit(parser)
     args = parser.parse_args()
-    protocol = f"{timing_ranks.protocol()}; baseline: one launch per pass, all keys local"
+    protocol = (
+        f"{timing_ranks.protocol()}; median of {ROUNDS} rounds, ring and baseline in turn; "
+        "baseline: one launch per pass, all keys local"
+    )
     with bootstrap(device="cuda") as session:
         for tokens in args.tokens:
             for row in measure(Problem((tokens * session.world.size,), session.device), args):

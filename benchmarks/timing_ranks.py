@@ -9,26 +9,38 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 PROTOCOL = (
-    "median of {repeats} after {warmup} warm-ups, CUDA events, slowest rank; isolated: barrier and host synchronisation "
-    "before each call; back to back: {burst} calls between two events"
+    "median of {repeats} after {warmup} warm-ups and {steady} ms of calls that bring clocks to those of steady work, CUDA "
+    "events, slowest rank; isolated: barrier and host synchronisation before each call; back to back: {burst} calls between "
+    "two events"
 )
-REPEATS, WARMUP, BURST = 20, 3, 10
+REPEATS, WARMUP, BURST, STEADY_MS = 20, 3, 10, 200
 PATIENCE = datetime.timedelta(minutes=3)  # kernels that compile on one rank only must fit in
 
 
 def protocol(repeats: int = REPEATS) -> str:
     """What isolated and back_to_back do, in words."""
-    return PROTOCOL.format(repeats=repeats, warmup=WARMUP, burst=BURST)
+    return PROTOCOL.format(repeats=repeats, warmup=WARMUP, burst=BURST, steady=STEADY_MS)
 
 
 def isolated(call: Callable[[], object], repeats: int = REPEATS) -> float:
     """Milliseconds of one call, ranks starting together: median, slowest rank."""
+    _warm(call)
     return slowest(statistics.median(_once(call, 1) for _ in range(repeats)))
 
 
 def back_to_back(call: Callable[[], object], repeats: int = REPEATS) -> float:
     """Milliseconds of one of BURST calls in a row: median, slowest rank."""
+    _warm(call)
     return slowest(statistics.median(_once(call, BURST) / BURST for _ in range(max(3, repeats // 5))))
+
+
+def _warm(call: Callable[[], object]) -> None:
+    """Warm-ups, then calls for STEADY_MS, the same number on every rank: a GPU that was idle is quicker for some time."""
+    for _ in range(WARMUP):
+        call()
+    each = slowest(_once(call, 1))
+    for _ in range(int(STEADY_MS / each)):
+        call()
 
 
 CLOCKS = {"isolated": isolated, "back to back": back_to_back}

@@ -39,6 +39,7 @@ class Arguments(NamedTuple):
     align: int
 
 
+@functools.lru_cache(maxsize=4096)
 def encode(*values: int) -> tuple[int, ...]:
     """Odd numbers past 2**40: Triton compiles anew when an integer is 1, or divisible by 16, or crosses 2**31; not so these."""
     return tuple(2 * value + 1 + (1 << 40) for value in values)
@@ -57,6 +58,8 @@ def unit_stride(x: Tensor) -> Tensor:
 def in_launches(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Segments that hold keys, in as many lists as launches are needed (at least one)."""
     held = [segment for segment in segments if segment.k.shape[1]]
+    if 0 < len(held) <= MAX_SEGMENTS:
+        return [held]
     return [held[i : i + MAX_SEGMENTS] for i in range(0, max(len(held), 1), MAX_SEGMENTS)]
 
 
@@ -136,7 +139,8 @@ def has_descriptors(device: torch.device) -> bool:
 
 def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device: make it the tensors'."""
-    return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+    here = device.type == "cpu" or device.index == torch.cuda.current_device()
+    return contextlib.nullcontext() if here else torch.cuda.device(device)
 
 
 def precision(x: Tensor) -> str:

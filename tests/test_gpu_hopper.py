@@ -313,6 +313,28 @@ def test_two_streams_at_once() -> None:
     assert all(torch.equal(x, expected) for x in results)
 
 
+def test_launches_leave_their_counters_at_zero() -> None:
+    """Also where items are computed again; a graph's launch, replayed between others, has a counter of its own."""
+    inputs = Inputs("full", 1024, 4096, nheads=(8, 2))
+    late = inputs.k.clone()
+    late[:, 3000:3003, :1] *= 300
+    segments = inputs.segments[0], inputs.segments[0]._replace(k=late)
+    expected = [forward.forward(inputs.q, [s], inputs.scale, deterministic=True)[0] for s in segments]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured, _ = forward.forward(inputs.q, [segments[1]], inputs.scale, deterministic=True)
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            graph.replay()
+            assert torch.equal(captured, expected[1])
+            for segment, right in zip(segments, expected, strict=True):
+                assert torch.equal(forward.forward(inputs.q, [segment], inputs.scale, deterministic=True)[0], right)
+    torch.cuda.synchronize()
+    assert len(host._COUNTERS) > 1
+    assert not any(x.any() for x in host._COUNTERS.values())
+
+
 def test_a_flag_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "LIMIT_NS", 50_000_000)
     inputs = Inputs("causal", 256, 256)

@@ -85,7 +85,6 @@ def _one_launch(
     stats: Tensor | None,
     into: State | None = None,
 ) -> None:
-    batch, seqlen_q, nheads_q, _ = q.shape
     c, known = config.of_launch(
         constants, SEGMENTS=len(segments), CARRIED=state is not None, FINISH=result is not None, WAITS=host.waits(segments),
         SLOTS=constants.SLOTS if state is None else 1,
@@ -93,13 +92,8 @@ def _one_launch(
     out, lse = result if result is not None else (into or state or ())[:2]
     _, row_max, row_sum = state or into or (None, lse, lse)
     acc = out if state is None else state[0]
-    heads, group = batch * nheads_q, nheads_q // segments[0].k.shape[2]
-    items = -(-seqlen_q // c.BLOCK_Q) * heads
-    chunk = portable.heads_together(portable.key_bytes(segments), group, heads)
-    if c.WAITS:  # keys that are still coming come head by head: items that need the first quarter go first
-        chunk = min(chunk, group * -(-segments[0].k.shape[2] // 4))
-    lengths = [segment.k.shape[1] for segment in segments]
-    grid, most = _programs(items, sum(lengths), host.multiprocessors(q.device), c)
+    lengths = tuple([segment.k.shape[1] for segment in segments])
+    grid, items, sizes = _sizes(q.shape, segments[0].k.shape[2], lengths, host.multiprocessors(q.device), c)
     work, lasting = host.counters(q.device, own=stats is not None)
     begins, ends, strides = host.intervals(segments)
     readys, lates, limit_ns = host.flags(segments)
@@ -107,8 +101,8 @@ def _one_launch(
         host.describe(q, 64, c.HEADDIM), *host.key_views(segments, rows=c.BLOCK_K, headdim=c.HEADDIM, headdim_v=c.HEADDIM_V),
         host.describe(acc, 64, c.HEADDIM_V) if c.CARRIED else None, host.describe(out, 64, c.HEADDIM_V),
         begins, ends, readys, lates, acc, row_max, row_sum, out, lse, work,
-        portable.encode(seqlen_q, nheads_q, group, heads, chunk, items, most, grid if lasting else 0), strides,
-        portable.encode(*lengths), limit_ns, float(scale * LOG2E), known,
+        portable.encode(*sizes, grid if lasting else 0), strides, portable.encode(*lengths), limit_ns, float(scale * LOG2E),
+        known,
     )  # fmt: skip
     with portable.guard(q.device):
         _launcher(
@@ -119,16 +113,25 @@ def _one_launch(
         stats[1:] += work[1:2]
 
 
-@functools.lru_cache(maxsize=256)
-def _programs(items: int, seqlen_k: int, at_once: int, c: config.Forward) -> tuple[int, int]:
-    """(how many programs, how many items each takes at most before it makes room for other kernels).
+@functools.lru_cache(maxsize=1024)
+def _sizes(
+    shape: tuple[int, ...], nheads_k: int, lengths: tuple[int, ...], at_once: int, c: config.Forward
+) -> tuple[int, int, tuple[int, ...]]:
+    """(how many programs, how many items, all but the last of the kernel's `sizes`), where `at_once` programs run at a time.
 
-    Few items where keys are many; where they are few, a program's begin and end would cost as much as an item. Programs beyond
-    those that run at once replace the ones whose items were short.
+    A program makes room for other kernels after a few items where keys are many; where they are few, its begin and end would
+    cost as much as an item. Programs beyond those that run at once replace the ones whose items were short.
     """
-    most = max(4, min(c.ITEMS, _KEYS_AT_ONCE // max(seqlen_k, 1)))
+    batch, seqlen_q, nheads_q, _ = shape
+    heads, group = batch * nheads_q, nheads_q // nheads_k
+    items = -(-seqlen_q // c.BLOCK_Q) * heads
+    chunk = portable.heads_together(sum(lengths) * (c.HEADDIM + c.HEADDIM_V) * 2, group, heads)
+    if c.WAITS:  # keys that are still coming come head by head: items that need the first quarter go first
+        chunk = min(chunk, group * -(-nheads_k // 4))
+    most = max(4, min(c.ITEMS, _KEYS_AT_ONCE // sum(lengths)))
     needed = -(-items // most)
-    return min(items, max(at_once, needed + min(needed, at_once))), most
+    grid = min(items, max(at_once, needed + min(needed, at_once)))
+    return grid, items, (seqlen_q, nheads_q, group, heads, chunk, items, most)
 
 
 def sources() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, Any]]]:

@@ -59,8 +59,7 @@ def describe(x: Tensor, rows: int, headdim: int) -> TensorDescriptor:
     are zero.
     """
     made = object.__new__(TensorDescriptor)  # its own checks, which take the host as long as all the rest, are made once
-    vars(made).update(_description(x.shape, x.stride(), x.dtype, rows, headdim))
-    made.base = x
+    made.__dict__ = {**_description(x.shape, x.stride(), x.dtype, rows, headdim), "base": x}
     return made
 
 
@@ -110,7 +109,7 @@ def counters(device: torch.device, *, own: bool) -> tuple[Tensor, bool]:
     """
     if own or torch.cuda.is_current_stream_capturing():
         return torch.zeros(3, dtype=torch.int32, device=device), False
-    key = device.index, driver.active.get_current_stream(device.index)
+    key = device.index, driver.active.get_current_stream(device.index)  # pyright: ignore[reportAttributeAccessIssue]
     if key not in _COUNTERS:
         _COUNTERS[key] = torch.zeros(3, dtype=torch.int32, device=device)
     return _COUNTERS[key], True
@@ -118,7 +117,7 @@ def counters(device: torch.device, *, own: bool) -> tuple[Tensor, bool]:
 
 def waits(segments: Sequence[Segment]) -> int:
     """One bit for each segment with a flag."""
-    return sum(1 << i for i, segment in enumerate(segments) if segment.ready is not None)
+    return sum([1 << i for i, segment in enumerate(segments) if segment.ready is not None])
 
 
 Pointers = tuple[Tensor, ...]
@@ -128,13 +127,15 @@ Numbers = tuple[int, ...]
 def flags(segments: Sequence[Segment]) -> tuple[Pointers, Pointers, int]:
     """(readys, lates, limit_ns): the segments' flags, where to say that one did not come, and after how long."""
     told = {segment.late is not None for segment in segments if segment.ready is not None}
+    if not told:  # none waits: something to point to
+        begins = tuple([segment.begin for segment in segments])
+        return begins, begins, portable.encode(LIMIT_NS)[0]
     if len(told) > 1:
         raise ValueError("late must be given for all segments with `ready`, or for none: one clock serves a launch")
-    patient = told == {False}
     return (
         tuple([segment.begin if segment.ready is None else segment.ready for segment in segments]),
         tuple([segment.begin if segment.late is None else segment.late for segment in segments]),
-        portable.encode(_FOREVER_NS if patient else LIMIT_NS)[0],
+        portable.encode(LIMIT_NS if True in told else _FOREVER_NS)[0],
     )
 
 
