@@ -186,7 +186,7 @@ def producer(q_desc, k_descs, v_descs, acc_desc, smems, bars, spans, redo, done,
             if passes < CONFIG.PASSES:
                 mbarrier.wait(done.index(0), 0)
             again = 1
-    if gl.atomic_add(work_ptr + 2, 1, sem="acq_rel") == sizes[7] - 1:  # the last program: nobody looks any more
+    if gl.atomic_add(work_ptr + 2, 1, sem="relaxed") == sizes[7] - 1:  # the last program: nobody looks any more
         gl.store(work_ptr + gl.arange(0, 32, layout=dialect.WARP), 0, mask=gl.arange(0, 32, layout=dialect.WARP) < 3)
 
 
