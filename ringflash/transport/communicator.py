@@ -52,17 +52,17 @@ class Communicator:
     prepared: dict = field(default_factory=dict)
     kept: dict = field(default_factory=dict)
     _left_in: int = 0
-    _side: dict[int, torch.cuda.Stream] = field(default_factory=dict)
+    _side: dict[int, torch.Stream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.hosts = self.hosts or (0,) * self.size
         self.mesh = self.mesh or (self.size,)
 
-    def side_stream(self) -> torch.cuda.Stream:
+    def side_stream(self) -> torch.Stream:
         """The ring's own stream on the current GPU: transfers are handed over on it."""
-        index = torch.cuda.current_device()
+        index = torch.accelerator.current_device_index()
         if index not in self._side:
-            self._side[index] = torch.cuda.Stream(index, priority=-1)
+            self._side[index] = torch.Stream(torch.device("cuda", index), priority=-1)
         return self._side[index]
 
     @property
@@ -127,7 +127,7 @@ class Communicator:
 
     def alive(self) -> bool:
         """Whether the ring's process groups still exist: destroy_process_group ends them with all others."""
-        return not self.groups or (dist.is_initialized() and all(g in _groups_of_torch() for g in self.groups.values()))
+        return not self.groups or all(map(_groups_of_torch().__contains__, self.groups.values()))
 
     def leave_word(self, error: BaseException) -> None:
         """Say that this rank does not join the exchange of this call, and why unless another rank is the reason."""
