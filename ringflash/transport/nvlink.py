@@ -9,6 +9,9 @@ since the meeting lies before it on its stream, and every copy and every word be
 that need no multiprocessor and wait for the meeting alone. So nothing that comes after the kernel, on any stream, in any order
 in which launches are made one after the other, can be what it waits for. `move` returns only then.
 
+Heads are counted in from zero. A call leaves the words so, behind its kernel, so that the next one need not zero them ahead of
+its own. A call that ended in an error does not, and a capture does not know what its replays will find: then that comes first.
+
 Gradients go home the other way: each rank makes the partial dK and dV of other ranks' blocks in memory that they can read, all
 meet, and the owners pull them and add them up in a fixed order.
 
@@ -118,6 +121,7 @@ class NVLink:
         self._sizes = {"block": 0, "grads": 0}
         self._calls = 0
         self._arrived = self._words = torch.empty(0)
+        self._none_counted = True  # whether _arrived is zero when all that was enqueued is done
         self._ways: dict[Hashable, _Way] = {}
         self._ways_home: dict[Hashable, _WayHome] = {}
         self._rooms: dict[Hashable, Pair] = {}
@@ -188,13 +192,24 @@ class NVLink:
             self._link.meet(_END)
         for target, x in zip(way.publish, own, strict=True):
             _copy(target, x)
-        self._arrived.zero_()
+        if captured or not self._none_counted:
+            self._arrived.zero_()
+        self._none_counted = False
         self._link.meet(_BLOCKS)
         with self._link.aside():
             for into, source, block, heads in way.copies:
                 into.copy_(source)
                 self._link.count(self._words, block, heads)
-        return Moving(dict(way.blocks), [], _Joining(self._link, captured), way.ready)
+        return Moving(dict(way.blocks), [], _Joining(self, captured, counts=True), way.ready)
+
+    def end(self, captured: bool, counts: bool) -> None:
+        """Later work on the current stream comes behind the transfers, and none is counted in any more."""
+        self._link.rejoin()
+        if counts:
+            self._arrived.zero_()
+            self._none_counted = True
+        if captured:
+            self._link.meet(_END)
 
     def _way(self, hops: Hops, shapes: Shapes) -> _Way:
         """Of the call that comes, whose turn says which of the two published blocks it uses."""
@@ -228,7 +243,7 @@ class NVLink:
             self._link.meet(_GRADS)
             for into, source in way.copies:
                 into.copy_(source)
-        return Moving({}, list(way.grads), _Joining(self._link, captured), {})
+        return Moving({}, list(way.grads), _Joining(self, captured, counts=False), {})
 
     def _way_home(self, hops: Hops, shapes: Shapes) -> _WayHome:
         assert self._partials is not None
@@ -257,6 +272,7 @@ class NVLink:
             self._gathered = self._local(sizes["block"] * (self._comm.size - 1))
             self._arrived = torch.zeros(self._comm.size, dtype=torch.int32, device=shapes.k.device)
             self._words = self._arrived.view(torch.uint32)
+            self._none_counted = True
             self._sizes["block"] = sizes["block"]
             self._forget_ways()
         if grads and sizes["grads"] > self._sizes["grads"]:
@@ -336,14 +352,12 @@ def _steps_are_wide(strides: tuple[int, ...], offset: int, itemsize: int) -> boo
 class _Joining:
     """The end of what the transfers' own stream was given so far."""
 
-    def __init__(self, link: Link, captured: bool) -> None:
-        self._link, self._captured = link, captured
+    def __init__(self, transport: NVLink, captured: bool, *, counts: bool) -> None:
+        self._transport, self._captured, self._counts = transport, captured, counts
 
     def wait(self) -> None:
         """Later work on the current stream comes behind the transfers."""
-        self._link.rejoin()
-        if self._captured:
-            self._link.meet(_END)
+        self._transport.end(self._captured, self._counts)
 
 
 def nvlink(comm: Communicator) -> NVLink:
