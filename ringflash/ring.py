@@ -230,7 +230,8 @@ class _Held:
         return self._move(turn.hops)
 
     def _move(self, hops: Hops, *, outer: bool = False) -> Moving:
-        if self._transport is None or not (hops.moves or hops.grad_moves):
+        moves = hops.moves or (hops.grad_moves and self._partial is not None)
+        if self._transport is None or not moves:
             return Moving({}, [], Nothing(), {})
         return self._transport.move(hops, self._held, self._partial, shapes=self._shapes, outer=outer)
 
