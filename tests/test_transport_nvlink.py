@@ -303,6 +303,8 @@ def test_a_captured_call_begins_and_ends_with_a_meeting(monkeypatch: pytest.Monk
     moving: list[Moving] = []
     assert alone.noted(lambda: moving.append(alone.bring())) == [("follow",), ("meet", END), *calling(1, ZERO)]
     assert alone.noted(moving[0].pending.wait) == [("rejoin",), ZERO, ("meet", END)]
+    alone.link.captured = False
+    assert alone.noted(alone.bring) == [("follow",), *calling(0, ZERO)], "the capture did not zero what it would have"
 
 
 def test_a_kernel_that_gave_up_waiting_is_told_of_once() -> None:

@@ -45,7 +45,7 @@ class Machine:
     capturing: bool = False
 
     def __post_init__(self) -> None:
-        self.main, self.other = Stream(self, "main"), Stream(self, "other")
+        self.main, self.other, self.default = (Stream(self, name) for name in ("main", "other", "default"))
         self.current = self.main
 
     def new_stream(self, device: torch.device, *, priority: int) -> Stream:
@@ -84,6 +84,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(torch, "Stream", made.new_stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", made.current_stream)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: made.default if device.index == 2 else None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
     return made
 
@@ -97,7 +98,8 @@ def link(machine: Machine) -> Symmetric:
 
 def test_a_link_is_tried_before_it_counts(machine: Machine) -> None:
     assert isinstance(connect(GROUP, RANKS, timeout_ms=17), Symmetric)
-    assert machine.log == [("room", 1024), ("rendezvous", 1024, "ring"), ("barrier", 0, 17), ("synchronize", "main")]
+    room = [("room", 1024), ("main", "waits for", "default")]  # where torch zeroes it
+    assert machine.log == [*room, ("rendezvous", 1024, "ring"), ("barrier", 0, 17), ("synchronize", "main")]
 
 
 def test_ranks_without_memory_have_no_link(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +123,8 @@ def test_memory_is_made_when_nothing_uses_the_old_any_more(machine: Machine, lin
     with machine.other:
         link.shared(512)
     first = [("synchronize", name) for name in ("main", "aside", "other")]
-    then = [("barrier of", "ring"), ("synchronize", "other"), ("room", 512), ("rendezvous", 512, "ring")]
-    assert machine.log == [*first, *then]
+    then = [("barrier of", "ring"), ("synchronize", "other")]
+    assert machine.log == [*first, *then, ("room", 512), ("other", "waits for", "default"), ("rendezvous", 512, "ring")]
 
 
 @pytest.mark.parametrize("channel", [0, 1, 2])

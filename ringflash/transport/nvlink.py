@@ -207,7 +207,7 @@ class NVLink:
         self._link.rejoin()
         if counts:
             self._arrived.zero_()
-            self._none_counted = True
+            self._none_counted = not captured  # a capture enqueues nothing that runs now
         if captured:
             self._link.meet(_END)
 

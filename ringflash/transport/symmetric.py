@@ -88,7 +88,10 @@ class Symmetric:
         return torch.cuda.is_current_stream_capturing()
 
     def _room(self, nbytes: int) -> Tensor:
-        return self._memory.empty(nbytes, dtype=torch.uint8, device=self._device)
+        """Memory for work behind this point of the current stream: torch zeroes it, on the default stream."""
+        memory = self._memory.empty(nbytes, dtype=torch.uint8, device=self._device)
+        torch.accelerator.current_stream(self._device.index).wait_stream(torch.cuda.default_stream(self._device))
+        return memory
 
     def _rendezvous(self, memory: Tensor) -> Any:
         return self._memory.rendezvous(memory, self._group.group_name)
