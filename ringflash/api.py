@@ -84,13 +84,17 @@ def attend_over(
 def _known(comm: Communicator, qkv: tuple[Tensor, Tensor, Tensor], given: checks.Given) -> Prepared:
     """_prepare, but for calls like an earlier one of this communicator nothing is looked at twice."""
     key = checks.likeness(qkv, given)
+    try:
+        known = comm.prepared.get(key)
+    except TypeError:  # an argument of the wrong type, which is not to be hashed
+        key = known = None
     if key is None:
         return _prepare(comm, qkv, given)
-    if key not in comm.prepared:
+    if known is None:
         if len(comm.prepared) >= MOST_PREPARED:
             comm.prepared.clear()
-        comm.prepared[key] = _prepare(comm, qkv, given)[1:]
-    ring, call = comm.prepared[key]
+        known = comm.prepared[key] = _prepare(comm, qkv, given)[1:]
+    ring, call = known
     return qkv, ring, call
 
 

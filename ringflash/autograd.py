@@ -1,6 +1,7 @@
 """The one autograd.Function: attention over a ring or over heads, and its gradient the same way."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch.autograd.function import FunctionCtx
 from ringflash.heads import Heads
 from ringflash.ring import Ring
 
+T = TypeVar("T")
+
 
 class Attention(torch.autograd.Function):
     """apply(q, k, v, ring) -> (out, lse); the ring is frozen and holds everything that is no tensor."""
@@ -16,8 +19,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: Ring | Heads) -> tuple[Tensor, Tensor]:
         """Attend and keep what backward needs: inputs, out and lse."""
-        with ring.running(), _as_they_are(q):
-            out, lse = ring.forward(q, k, v)
+        with ring.running():
+            out, lse = _plainly(q, ring.forward, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring = ring  # pyright: ignore[reportAttributeAccessIssue]
         ctx.set_materialize_grads(False)
@@ -30,11 +33,8 @@ class Attention(torch.autograd.Function):
             ctx.ring.before_backward()
         # Even if neither reached this rank the other ranks need it: the exchange must not depend on one rank's data.
         q, k, v, out, lse = ctx.saved_tensors
-        with ctx.ring.running(), torch.no_grad(), _as_they_are(q):
-            rows = torch.zeros_like(out) if dout is None else _last_dim_contiguous(dout)
-            delta = ctx.ring.tile.delta(rows, out, dlse)
-            dq, (dk, dv) = ctx.ring.backward(rows, q, k, v, lse, delta)
-            grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        with ctx.ring.running():
+            grads = _plainly(q, _gradients, ctx.ring, (q, k, v), (out, lse), (dout, dlse))
         if torch.is_grad_enabled():  # create_graph=True: fine unless these gradients are differentiated in turn
             grads = _Once.apply(*grads, *(x for x in (q, k, v, dout, dlse) if x is not None))
         return *grads, None
@@ -55,10 +55,26 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _as_they_are(x: Tensor) -> AbstractContextManager[object]:
-    """Inside, no tensor is cast; entering autocast costs as much as a launch, so only where it is on."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+def _gradients(
+    ring: Ring | Heads, qkv: tuple[Tensor, ...], results: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k, v in their dtypes, from those of (out, lse)."""
+    (q, k, v), (out, lse), (dout, dlse) = qkv, results, grads
+    rows = torch.zeros_like(out) if dout is None else _last_dim_contiguous(dout)
+    dq, (dk, dv) = ring.backward(rows, q, k, v, lse, ring.tile.delta(rows, out, dlse))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _plainly(like: Tensor, run: Callable[..., T], *args: object) -> T:
+    """run(*args) without casts and without a graph; entering a context costs as much as a launch: only where it is needed."""
+    kind = like.device.type
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return _plainly(like, run, *args)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return run(*args)
+    return run(*args)
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:
@@ -67,5 +83,7 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | Heads) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries; differentiable in q, k, v and through both outputs."""
-    out, lse = Attention.apply(*(_last_dim_contiguous(x) for x in (q, k, v)), ring)  # pyright: ignore[reportGeneralTypeIssues]
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = map(_last_dim_contiguous, (q, k, v))
+    out, lse = Attention.apply(q, k, v, ring)  # pyright: ignore[reportGeneralTypeIssues]
     return out, lse

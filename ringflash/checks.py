@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,10 @@ from ringflash.options import Options
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEADDIM = 256
 MAX_SCALE = 1e30  # scores are float32
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """The arguments of attention besides the tensors, as they were given and not yet checked."""
 
     layout: object
@@ -152,20 +153,20 @@ def scale(value: object, headdim: int) -> float:
     return float(value)
 
 
-def likeness(qkv: tuple[Tensor, Tensor, Tensor], given: Given) -> Hashable | None:
-    """What decides all that a call is prepared from and checked for; None where calls are not to be compared."""
-    if not all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_nested for x in qkv):
+def likeness(qkv: tuple[Tensor, Tensor, Tensor], given: Given) -> tuple[Hashable, ...] | None:
+    """What decides all that a call is prepared from and checked for; None where calls are not to be compared.
+
+    In every call of a model: so without loops, which cost the host more than what they look at.
+    """
+    q, k, v = qkv
+    if not _PLAIN.issuperset((type(q), type(k), type(v))) or q.is_nested or k.is_nested or v.is_nested:
         return None
-    kind = qkv[0].device.type
+    kind = q.device.type
     if kind == "meta" or torch.is_autocast_enabled(kind):
         return None
-    try:
-        here = torch.cuda.current_device() if kind == "cuda" else None
-        key = (given, type(given.scale), here, *((x.shape, x.dtype, x.device, x.layout) for x in qkv))
-        hash(key)
-    except TypeError:  # an argument of the wrong type
-        return None
-    return key
+    here = torch.accelerator.current_device_index() if kind == "cuda" else None
+    kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.layout, k.layout, v.layout
+    return given, type(given.scale), here, q.shape, k.shape, v.shape, kinds
 
 
 def kinds(given: Given) -> tuple[Layout | str, Layout | str | None, Mask, Options]:

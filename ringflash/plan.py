@@ -196,10 +196,11 @@ class Plan:
         return local_intervals(rows, keys, seqlen_q=seqlen_q, blocks=blocks, device=device)
 
     def _kept(self, name: tuple[str, int], device: torch.device, make: Callable[[], Table]) -> Table:
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        stream = torch.accelerator.current_stream(device.index).stream_id if device.type == "cuda" else 0
         key = (name, device, stream)
-        if key in self._tables:
-            return self._tables[key]
+        found = self._tables.get(key)
+        if found is not None:
+            return found
         with torch.inference_mode(False), torch.no_grad():
             made = make()
         tensors = made if isinstance(made, tuple) else [x for pair in made.values() for x in pair]

@@ -7,8 +7,7 @@ Nothing here knows how a plan was made, what a tile runs on or what a transport 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -151,15 +150,23 @@ class Ring:
         add_dq, add_dkv = (room is None or room.add for room in (dq, dkv))
         self.tile.backward(dout, q, segments, lse, delta, self.scale, into_dq, into_dkv, add=add_dkv, add_dq=add_dq)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> "_Running":
         """An error inside is left as word for the ranks that wait for this one."""
-        try:
-            yield
-        except Exception as error:
-            if self.transport is not None:
-                self.transport.abandon(error)
-            raise
+        return _Running(self.transport)
+
+
+class _Running:
+    """A context as `Ring.running` says; a class costs the host less than a generator."""
+
+    def __init__(self, transport: Transport | None) -> None:
+        self._transport = transport
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and self._transport is not None:
+            self._transport.abandon(error)
 
 
 class _Side(NamedTuple):
@@ -218,25 +225,31 @@ class _Held:
 
     def post(self, turn: Turn) -> Moving:
         """Start a turn's transfers; outer ones, which land in a later turn, join those in flight."""
-        self._flying.extend([self._move(hops, outer=True) for hops in turn.outer])
+        for hops in turn.outer:
+            self._flying.append(self._move(hops, outer=True))
         return self._move(turn.hops)
 
     def _move(self, hops: Hops, *, outer: bool = False) -> Moving:
-        if self._transport is None or not (hops.moves or hops.grad_moves):
+        moves = hops.moves or (hops.grad_moves and self._partial is not None)
+        if self._transport is None or not moves:
             return Moving({}, [], Nothing(), {})
         return self._transport.move(hops, self._held, self._partial, shapes=self._shapes, outer=outer)
 
     def land(self, moving: Moving, turn: Turn) -> None:
         """End a turn: take over what arrived, add partial gradients to what is here, drop blocks that have no more use."""
-        for arrived in [moving, *(self._flying.popleft() for _ in range(turn.lands))]:
-            arrived.pending.wait()
-            self._held.update(arrived.blocks)
-            while arrived.grads and self._partial is not None:
-                block, grads = arrived.grads.pop()
-                self._partial[block] = _add(self._partial.get(block), grads)
-            arrived.blocks.clear()
+        self._take(moving)
+        for _ in range(turn.lands):
+            self._take(self._flying.popleft())
         for block in turn.drop:
             del self._held[block]
+
+    def _take(self, arrived: Moving) -> None:
+        arrived.pending.wait()
+        self._held.update(arrived.blocks)
+        while arrived.grads and self._partial is not None:
+            block, grads = arrived.grads.pop()
+            self._partial[block] = _add(self._partial.get(block), grads)
+        arrived.blocks.clear()
 
 
 def _add(into: Parts | None, grads: Parts) -> Parts:

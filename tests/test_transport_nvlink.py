@@ -95,11 +95,12 @@ def exchanged(transport: NVLink, rank: int, call: Call) -> None:
     shapes, hops = Shapes((k, v), call.lengths), call.hops(rank)
     partial: dict[int, Pair] = {}
     moving = transport.move(hops, {rank: (k, v)}, partial, shapes=shapes)
+    assert all(ready.tolist() == [call.nheads] for ready, _ in moving.ready.values())
     moving.pending.wait()
     assert list(moving.blocks) == list(moving.ready) == [block for block, _ in hops.recvs]
     for block, pair in moving.blocks.items():
         assert all(torch.equal(x, y) for x, y in zip(pair, call.own(block), strict=True))
-        assert moving.ready[block].ready.tolist() == [call.nheads]
+        assert moving.ready[block].ready.tolist() == [0], "nothing is counted for the next call"
         partial[block] = transport.room(block, shapes)
         for x, like in zip(partial[block], pair, strict=True):
             assert (x.dtype, x.shape, x.is_contiguous()) == (torch.float32, like.shape, True)
@@ -255,10 +256,13 @@ def arriving(published: int) -> list[tuple]:
     return [x for block, n in heads for x in (("copy", (published, block), None), ("count", block, n))]
 
 
-def calling(published: int) -> list[tuple]:
+ZERO = ("zero", None)
+
+
+def calling(published: int, *zero: tuple) -> list[tuple]:
     """A call up to where `move` returns."""
     publish = [("copy", None, (published, 0))] * 2
-    return [*publish, ("zero", None), ("meet", BLOCKS), ("aside",), *arriving(published), ("back",)]
+    return [*publish, *zero, ("meet", BLOCKS), ("aside",), *arriving(published), ("back",)]
 
 
 def test_a_block_is_published_then_all_meet_then_copies_are_made_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,9 +271,11 @@ def test_a_block_is_published_then_all_meet_then_copies_are_made_and_counted(mon
     bytes_ = Shapes(CALL.own(0), CALL.lengths).block_bytes
     assert alone.noted(alone.bring) == [("follow",), ("make", bytes_), ("make", bytes_), *calling(0)]
     for turn in (1, 0, 1):
-        assert alone.noted(alone.bring) == [("follow",), *calling(turn)], "two published blocks take turns"
-    moving = alone.bring()
-    assert alone.noted(moving.pending.wait) == [("rejoin",)]
+        assert alone.noted(alone.bring) == [("follow",), *calling(turn, ZERO)], "two published blocks take turns"
+    for _ in range(2):
+        moving = alone.bring()
+        assert alone.noted(moving.pending.wait) == [("rejoin",), ZERO]
+        assert alone.noted(alone.bring) == [("follow",), *calling(1)], "what was counted is forgotten behind the kernel"
 
 
 def test_gradients_go_home_when_all_have_met() -> None:
@@ -292,11 +298,13 @@ def test_a_captured_call_begins_and_ends_with_a_meeting(monkeypatch: pytest.Monk
     """Its replays publish to one and the same block, whichever the call before or behind them uses."""
     monkeypatch.setattr(module, "LEAST_PIECE", 1)
     alone = Alone()
-    alone.bring()
+    alone.bring().pending.wait()
     alone.link.captured = True
     moving: list[Moving] = []
-    assert alone.noted(lambda: moving.append(alone.bring())) == [("follow",), ("meet", END), *calling(1)]
-    assert alone.noted(moving[0].pending.wait) == [("rejoin",), ("meet", END)]
+    assert alone.noted(lambda: moving.append(alone.bring())) == [("follow",), ("meet", END), *calling(1, ZERO)]
+    assert alone.noted(moving[0].pending.wait) == [("rejoin",), ZERO, ("meet", END)]
+    alone.link.captured = False
+    assert alone.noted(alone.bring) == [("follow",), *calling(0, ZERO)], "the capture did not zero what it would have"
 
 
 def test_a_kernel_that_gave_up_waiting_is_told_of_once() -> None:

@@ -1,7 +1,5 @@
 """The link between GPUs, over stand-ins for torch's shared memory and streams: who is meant, and what waits for what."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +19,22 @@ RANKS = (7, 3, 5)  # the ring's
 
 
 class Stream:
-    """Notes what it waits for."""
+    """Notes what it waits for and who waits for it; inside, it is the current one."""
 
     def __init__(self, machine: "Machine", name: str) -> None:
         self._machine, self.name = machine, name
 
     def wait_stream(self, other: "Stream") -> None:
         self._machine.log.append((self.name, "waits for", other.name))
+
+    def synchronize(self) -> None:
+        self._machine.log.append(("synchronize", self.name))
+
+    def __enter__(self) -> None:
+        self._before, self._machine.current = self._machine.current, self
+
+    def __exit__(self, *_: object) -> None:
+        self._machine.current = self._before
 
 
 @dataclass
@@ -38,18 +45,16 @@ class Machine:
     capturing: bool = False
 
     def __post_init__(self) -> None:
-        self.main, self.other = Stream(self, "main"), Stream(self, "other")
+        self.main, self.other, self.default = (Stream(self, name) for name in ("main", "other", "default"))
         self.current = self.main
 
     def new_stream(self, device: torch.device, *, priority: int) -> Stream:
         assert (device, priority) == (torch.device("cuda", 2), -1)
         return Stream(self, "aside")
 
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+    def current_stream(self, index: int = 2) -> Stream:
+        assert index == 2
+        return self.current
 
     def note(self, *what: Any) -> Any:
         return lambda *args, **kwargs: self.log.append((*what, *args, *kwargs.values()))
@@ -76,15 +81,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(_distributed_c10d, "_SymmetricMemory", write)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: GROUP_RANKS if group is GROUP else [])
     monkeypatch.setattr(dist, "barrier", lambda group: made.log.append(("barrier of", group.group_name)))
-    for name, stand_in in (
-        ("current_device", lambda: 2),
-        ("Stream", made.new_stream),
-        ("current_stream", lambda: made.current),
-        ("stream", made.on),
-        ("synchronize", made.note("synchronize")),
-        ("is_current_stream_capturing", lambda: made.capturing),
-    ):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch, "Stream", made.new_stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", made.current_stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: made.default if device.index == 2 else None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
     return made
 
 
@@ -97,7 +98,8 @@ def link(machine: Machine) -> Symmetric:
 
 def test_a_link_is_tried_before_it_counts(machine: Machine) -> None:
     assert isinstance(connect(GROUP, RANKS, timeout_ms=17), Symmetric)
-    assert machine.log == [("room", 1024), ("rendezvous", 1024, "ring"), ("barrier", 0, 17), ("synchronize",)]
+    room = [("room", 1024), ("main", "waits for", "default")]  # where torch zeroes it
+    assert machine.log == [*room, ("rendezvous", 1024, "ring"), ("barrier", 0, 17), ("synchronize", "main")]
 
 
 def test_ranks_without_memory_have_no_link(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,11 +118,13 @@ def test_memory_comes_in_the_ring_s_order(link: Symmetric) -> None:
     assert shared.mapped is not None
 
 
-def test_memory_is_made_when_nothing_runs_any_more(machine: Machine, link: Symmetric) -> None:
-    """On no rank: each has synchronised before it comes to the barrier."""
-    link.shared(512)
-    synchronize = ("synchronize",)
-    assert machine.log == [synchronize, ("barrier of", "ring"), synchronize, ("room", 512), ("rendezvous", 512, "ring")]
+def test_memory_is_made_when_nothing_uses_the_old_any_more(machine: Machine, link: Symmetric) -> None:
+    """On no rank: each has synchronised before it comes to the barrier; and not the device, where others' work may wait."""
+    with machine.other:
+        link.shared(512)
+    first = [("synchronize", name) for name in ("main", "aside", "other")]
+    then = [("barrier of", "ring"), ("synchronize", "other")]
+    assert machine.log == [*first, *then, ("room", 512), ("other", "waits for", "default"), ("rendezvous", 512, "ring")]
 
 
 @pytest.mark.parametrize("channel", [0, 1, 2])
@@ -130,6 +134,7 @@ def test_a_meeting_has_its_channel_and_an_end(machine: Machine, link: Symmetric,
 
 
 def test_transfers_have_a_stream_of_their_own(machine: Machine, link: Symmetric) -> None:
+    link.follow()
     with link.aside():
         assert machine.current.name == "aside"
     assert machine.current is machine.main
@@ -140,7 +145,7 @@ def test_transfers_have_a_stream_of_their_own(machine: Machine, link: Symmetric)
 def test_calls_on_another_stream_follow_those_before(machine: Machine, link: Symmetric) -> None:
     link.follow()
     assert machine.log == []
-    with machine.on(machine.other):
+    with machine.other:
         link.follow()
         link.follow()
         assert machine.log == [("other", "waits for", "main")]
@@ -151,7 +156,7 @@ def test_calls_on_another_stream_follow_those_before(machine: Machine, link: Sym
 def test_a_captured_stream_waits_for_none_that_is_not(machine: Machine, link: Symmetric) -> None:
     machine.capturing = True
     assert link.captured
-    with machine.on(machine.other):
+    with machine.other:
         link.follow()
     machine.capturing = False
     assert not link.captured

@@ -51,7 +51,7 @@ class Shapes(NamedTuple):
     def empty(self, block: int, dtype: torch.dtype | None = None) -> Parts:
         """Room for a block; with a dtype, for its gradients."""
         parts = self.parts if dtype is None else self.parts[: self.n_grads]
-        return tuple(x.new_empty(_resized(x, self.lengths[block]), dtype=dtype) for x in parts)
+        return tuple([x.new_empty(_resized(x, self.lengths[block]), dtype=dtype) for x in parts])
 
     @property
     def elements(self) -> int:

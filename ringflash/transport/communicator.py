@@ -5,8 +5,8 @@ import os
 import socket
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -52,17 +52,17 @@ class Communicator:
     prepared: dict = field(default_factory=dict)
     kept: dict = field(default_factory=dict)
     _left_in: int = 0
-    _side: dict[int, torch.cuda.Stream] = field(default_factory=dict)
+    _side: dict[int, torch.Stream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.hosts = self.hosts or (0,) * self.size
         self.mesh = self.mesh or (self.size,)
 
-    def side_stream(self) -> torch.cuda.Stream:
+    def side_stream(self) -> torch.Stream:
         """The ring's own stream on the current GPU: transfers are handed over on it."""
-        index = torch.cuda.current_device()
+        index = torch.accelerator.current_device_index()
         if index not in self._side:
-            self._side[index] = torch.cuda.Stream(index, priority=-1)
+            self._side[index] = torch.Stream(torch.device("cuda", index), priority=-1)
         return self._side[index]
 
     @property
@@ -127,7 +127,7 @@ class Communicator:
 
     def alive(self) -> bool:
         """Whether the ring's process groups still exist: destroy_process_group ends them with all others."""
-        return not self.groups or (dist.is_initialized() and all(g in _groups_of_torch() for g in self.groups.values()))
+        return not self.groups or all(map(_groups_of_torch().__contains__, self.groups.values()))
 
     def leave_word(self, error: BaseException) -> None:
         """Say that this rank does not join the exchange of this call, and why unless another rank is the reason."""
@@ -151,16 +151,9 @@ class Communicator:
             return False
         return True
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Give an exchange that fails the word of the rank that left it, if one did."""
-        try:
-            yield
-        except RuntimeError as error:
-            word = None if isinstance(error, ExchangeError) else self.word_left()
-            if word is None:
-                raise
-            raise ExchangeError(f"the ring's exchange failed because {word}") from error
+    def explained(self) -> "_Explained":
+        """Inside, an exchange that fails is given the word of the rank that left it, if one did."""
+        return _Explained(self)
 
     def word_left(self) -> str | None:
         """What a rank that left in this call had to say, if one did."""
@@ -171,6 +164,22 @@ class Communicator:
                 if store.check([key]):
                     return store.get(key).decode()
         return None
+
+
+class _Explained:
+    """A context as `Communicator.explained` says; a class costs the host less than a generator."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, ExchangeError):
+            word = self._comm.word_left()
+            if word is not None:
+                raise ExchangeError(f"the ring's exchange failed because {word}") from error
 
 
 def _groups_of_torch() -> dict:

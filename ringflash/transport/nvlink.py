@@ -9,6 +9,9 @@ since the meeting lies before it on its stream, and every copy and every word be
 that need no multiprocessor and wait for the meeting alone. So nothing that comes after the kernel, on any stream, in any order
 in which launches are made one after the other, can be what it waits for. `move` returns only then.
 
+Heads are counted in from zero. A call leaves the words so, behind its kernel, so that the next one need not zero them ahead of
+its own. A call that ended in an error does not, and a capture does not know what its replays will find: then that comes first.
+
 Gradients go home the other way: each rank makes the partial dK and dV of other ranks' blocks in memory that they can read, all
 meet, and the owners pull them and add them up in a fixed order.
 
@@ -51,8 +54,8 @@ class Link(Protocol):
         """The current stream goes on behind the one that called this last, whose call used the same buffers."""
         ...
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Inside, the current stream is the transfers' own, which goes on from here."""
+    def aside(self) -> AbstractContextManager[object]:
+        """Inside, the current stream is the transfers' own, which goes on from where the one that called `follow` is."""
         ...
 
     def rejoin(self) -> None:
@@ -82,13 +85,27 @@ def pieces(nheads: int, bytes_per_head: int) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end in ((0, first), (first, nheads)) if begin < end]
 
 
+class _Target(NamedTuple):
+    """Where the own k or v goes: as it is, and in elements of 16 bytes, or None where rows do not allow these."""
+
+    plain: Tensor
+    wide: Tensor | None
+
+
 class _Way(NamedTuple):
     """What is alike in all calls with the same shapes: the views of buffers between which blocks move."""
 
-    publish: Pair  # where the own k and v go
+    publish: tuple[_Target, ...]  # where the own k and v go
     copies: tuple[tuple[Tensor, Tensor, int, int], ...]  # (to, from, block, how many of its heads have arrived then)
     blocks: dict[int, Pair]
     ready: dict[int, Ready]
+
+
+class _WayHome(NamedTuple):
+    """The same of gradients."""
+
+    copies: tuple[tuple[Tensor, Tensor], ...]  # (to, from)
+    grads: tuple[tuple[int, Pair], ...]  # what has come then: (block, its dK and dV)
 
 
 class NVLink:
@@ -104,7 +121,10 @@ class NVLink:
         self._sizes = {"block": 0, "grads": 0}
         self._calls = 0
         self._arrived = self._words = torch.empty(0)
+        self._none_counted = True  # whether _arrived is zero when all that was enqueued is done
         self._ways: dict[Hashable, _Way] = {}
+        self._ways_home: dict[Hashable, _WayHome] = {}
+        self._rooms: dict[Hashable, Pair] = {}
         self._in_graphs: list[object] = []
 
     @functools.cached_property
@@ -118,8 +138,9 @@ class NVLink:
             return self._link.late(self._comm.size)
 
     @functools.cached_property
-    def _any_late(self) -> Callable[[], object]:
-        return self._late.numpy().any
+    def _late_words(self) -> memoryview:
+        """The same words, which the host reads so in every call."""
+        return self._late.numpy().data
 
     def move(
         self, hops: Hops, held: Mapping[int, Parts], partial: dict[int, Parts] | None, *, shapes: Shapes, outer: bool = False
@@ -131,7 +152,7 @@ class NVLink:
         """
         assert not outer
         self._link.follow()
-        if self._any_late():
+        if any(self._late_words):
             self._tell_late()
         if hops.moves:
             return self._bring(hops, held[self._comm.rank], shapes, grads=partial is not None)
@@ -141,8 +162,13 @@ class NVLink:
 
     def room(self, block: int, shapes: Shapes) -> Pair:
         """Where the block's owner will find this rank's partial dK and dV."""
-        assert self._partials is not None
-        return shapes.pair(self._slot(self._partials.mine, block, self._comm.rank).view(torch.float32), block)
+        key = (block, *_likeness(shapes))
+        if key not in self._rooms:
+            assert self._partials is not None
+            with torch.inference_mode(False):
+                memory = self._slot(self._partials.mine, block, self._comm.rank)
+                self._rooms[key] = shapes.pair(memory.view(torch.float32), block)
+        return self._rooms[key]
 
     def abandon(self, error: BaseException) -> None:
         """Leave the reason; the others' meeting ends in the group's timeout. A later call comes behind what is under way."""
@@ -153,25 +179,37 @@ class NVLink:
 
     def _bring(self, hops: Hops, own: Parts, shapes: Shapes, *, grads: bool) -> Moving:
         """Publish the own block, and have the others' copied."""
-        key = (hops.recvs, shapes.k.shape, shapes.v.shape, shapes.k.dtype, shapes.lengths, grads, self._calls % 2)
+        key = (hops.recvs, grads, self._calls % 2, *_likeness(shapes))
         way = self._ways.get(key)
         if way is None:
             with torch.inference_mode(False):
                 self._make_room(shapes, grads=grads)
                 way = self._ways[key] = self._way(hops, shapes)
         self._calls += 1
-        if self._link.captured:
+        captured = self._link.captured
+        if captured:
             self._in_graphs.append((self._published, self._gathered, self._arrived, self._partials, self._home))
             self._link.meet(_END)
-        for into, x in zip(way.publish, own, strict=True):
-            _copy(into, x)
-        self._arrived.zero_()
+        for target, x in zip(way.publish, own, strict=True):
+            _copy(target, x)
+        if captured or not self._none_counted:
+            self._arrived.zero_()
+        self._none_counted = False
         self._link.meet(_BLOCKS)
         with self._link.aside():
             for into, source, block, heads in way.copies:
                 into.copy_(source)
                 self._link.count(self._words, block, heads)
-        return Moving(dict(way.blocks), [], _Joining(self._link), way.ready)
+        return Moving(dict(way.blocks), [], _Joining(self, captured, counts=True), way.ready)
+
+    def end(self, captured: bool, counts: bool) -> None:
+        """Later work on the current stream comes behind the transfers, and none is counted in any more."""
+        self._link.rejoin()
+        if counts:
+            self._arrived.zero_()
+            self._none_counted = not captured  # a capture enqueues nothing that runs now
+        if captured:
+            self._link.meet(_END)
 
     def _way(self, hops: Hops, shapes: Shapes) -> _Way:
         """Of the call that comes, whose turn says which of the two published blocks it uses."""
@@ -183,8 +221,9 @@ class NVLink:
             for begin, end in pieces(nheads, shapes.block_bytes // max(nheads, 1))
             for block, into in here.items()
         ]
+        publish = _pair(_by_head(published.mine, shapes, own), shapes, own)
         return _Way(
-            _pair(_by_head(published.mine, shapes, own), shapes, own),
+            tuple(map(_target, publish)),
             tuple(copies),
             {block: _pair(heads, shapes, block) for block, heads in here.items()},
             {block: Ready(self._arrived[block : block + 1], self._late[block : block + 1]) for block in here},
@@ -192,18 +231,30 @@ class NVLink:
 
     def _take_home(self, hops: Hops, partial: dict[int, Parts], shapes: Shapes) -> Moving:
         """Have copied what other ranks made for the own block."""
-        assert self._partials is not None
         for block, _ in hops.grad_sends:
             del partial[block]
-        grads: list[tuple[int, Parts]] = []
+        key = (hops.grad_recvs, *_likeness(shapes))
+        way = self._ways_home.get(key)
+        if way is None:
+            with torch.inference_mode(False):
+                way = self._ways_home[key] = self._way_home(hops, shapes)
+        captured = self._link.captured
         with self._link.aside():
             self._link.meet(_GRADS)
-            for block, rank in hops.grad_recvs:
-                home = self._slot(self._home, rank, block).view(torch.float32)
-                there = self._slot(self._partials.of[rank], block, rank).view(torch.float32)
-                home[: shapes.elements_of(block)].copy_(there[: shapes.elements_of(block)])
-                grads.append((block, shapes.pair(home, block)))
-        return Moving({}, grads, _Joining(self._link), {})
+            for into, source in way.copies:
+                into.copy_(source)
+        return Moving({}, list(way.grads), _Joining(self, captured, counts=False), {})
+
+    def _way_home(self, hops: Hops, shapes: Shapes) -> _WayHome:
+        assert self._partials is not None
+        copies, grads = [], []
+        for block, rank in hops.grad_recvs:
+            elements = shapes.elements_of(block)
+            home = self._slot(self._home, rank, block).view(torch.float32)[:elements]
+            there = self._slot(self._partials.of[rank], block, rank).view(torch.float32)[:elements]
+            copies.append((home, there))
+            grads.append((block, shapes.pair(home, block)))
+        return _WayHome(tuple(copies), tuple(grads))
 
     def _slot(self, memory: Tensor, other: int, rank: int) -> Tensor:
         """The part of `rank`'s memory that belongs to another rank: in equal parts, by distance."""
@@ -214,19 +265,25 @@ class NVLink:
     def _make_room(self, shapes: Shapes, *, grads: bool) -> None:
         """Buffers for the longest block; all ranks, which agree on the shapes, make them in the same call."""
         if len(self._ways) > MOST_WAYS:
-            self._ways.clear()
+            self._forget_ways()
         sizes = {"block": shapes.block_bytes, "grads": shapes.grads_bytes}
         if sizes["block"] > self._sizes["block"]:
             self._published = [self._shared(sizes["block"]) for _ in range(2)]
             self._gathered = self._local(sizes["block"] * (self._comm.size - 1))
             self._arrived = torch.zeros(self._comm.size, dtype=torch.int32, device=shapes.k.device)
             self._words = self._arrived.view(torch.uint32)
+            self._none_counted = True
             self._sizes["block"] = sizes["block"]
-            self._ways.clear()
+            self._forget_ways()
         if grads and sizes["grads"] > self._sizes["grads"]:
             self._partials = self._shared(sizes["grads"] * (self._comm.size - 1))
             self._home = self._local(sizes["grads"] * (self._comm.size - 1))
             self._sizes["grads"] = sizes["grads"]
+            self._forget_ways()
+
+    def _forget_ways(self) -> None:
+        for ways in (self._ways, self._ways_home, self._rooms):
+            ways.clear()
 
     def _shared(self, nbytes: int) -> Shared:
         if self._link.captured:
@@ -262,31 +319,45 @@ def _pair(heads: Tensor, shapes: Shapes, block: int) -> Pair:
     return k, v
 
 
-def _copy(into: Tensor, x: Tensor) -> None:
-    """into.copy_(x), 16 bytes at a time where rows allow it: torch copies what lies in another order element by element."""
-    if all(y.shape[-1] * y.element_size() % 16 == 0 and _aligned(y) for y in (into, x)):
-        into, x = into.view(torch.complex128), x.view(torch.complex128)
-    into.copy_(x)
+def _likeness(shapes: Shapes) -> tuple[Hashable, ...]:
+    """What of a call's shapes decides where its blocks and gradients lie."""
+    k, v = shapes.parts
+    return k.shape, v.shape, k.dtype, shapes.lengths
+
+
+def _target(x: Tensor) -> _Target:
+    wide = x.numel() > 0 and x.shape[-1] * x.element_size() % 16 == 0 and _aligned(x)
+    return _Target(x, x.view(torch.complex128) if wide else None)
+
+
+def _copy(target: _Target, x: Tensor) -> None:
+    """16 bytes at a time where rows allow it: torch copies what lies in another order element by element."""
+    if target.wide is not None and _aligned(x):
+        target.wide.copy_(x.view(torch.complex128))
+    else:
+        target.plain.copy_(x)
 
 
 def _aligned(x: Tensor) -> bool:
     """Whether all rows begin at multiples of 16 bytes."""
-    unit = 16 // x.element_size()
-    starts = all(n % unit == 0 for n in (*x.stride()[:-1], x.storage_offset())) and x.data_ptr() % 16 == 0
-    return starts and x.stride(-1) == 1 and x.numel() > 0
+    return x.data_ptr() % 16 == 0 and _steps_are_wide(x.stride(), x.storage_offset(), x.element_size())
+
+
+@functools.lru_cache(maxsize=256)
+def _steps_are_wide(strides: tuple[int, ...], offset: int, itemsize: int) -> bool:
+    """Whether elements of 16 bytes can be counted so; those of a row must lie side by side."""
+    return strides[-1] == 1 and all(n * itemsize % 16 == 0 for n in (*strides[:-1], offset))
 
 
 class _Joining:
     """The end of what the transfers' own stream was given so far."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, transport: NVLink, captured: bool, *, counts: bool) -> None:
+        self._transport, self._captured, self._counts = transport, captured, counts
 
     def wait(self) -> None:
         """Later work on the current stream comes behind the transfers."""
-        self._link.rejoin()
-        if self._link.captured:
-            self._link.meet(_END)
+        self._transport.end(self._captured, self._counts)
 
 
 def nvlink(comm: Communicator) -> NVLink:

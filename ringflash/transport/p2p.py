@@ -11,6 +11,8 @@ from ringflash.transport.communicator import Communicator, ExchangeError
 
 __all__ = ["P2P", "ExchangeError", "Pending"]
 
+Transfer = tuple[object, Tensor, int]  # (isend or irecv, contiguous tensor, the other's global rank)
+
 
 class Pending:
     """Transfers of one exchange; holds their tensors until `wait`.
@@ -20,16 +22,13 @@ class Pending:
     kernels come in between.
     """
 
-    def __init__(self, ops: list[dist.P2POp], comm: Communicator, *, at_once: bool = False) -> None:
-        self._ops, self._comm, self._works, self._begin = ops, comm, [], None
-        if ops and ops[0].tensor.is_cuda:
-            self._begin = torch.cuda.current_stream().record_event()
-            if at_once:
-                with comm.explained():
-                    self._works = self._launch()
-        elif ops:
+    def __init__(self, transfers: list[Transfer], comm: Communicator, *, at_once: bool = False) -> None:
+        self._transfers, self._comm, self._works, self._begin = transfers, comm, [], None
+        if transfers and transfers[0][1].is_cuda:
+            self._begin = torch.accelerator.current_stream(transfers[0][1].device.index).record_event()
+        if transfers and (at_once or self._begin is None):
             with comm.explained():
-                self._works = dist.batch_isend_irecv(ops)
+                self._works = self._launch()
 
     def wait(self) -> None:
         """Received data may be used and sent data overwritten: on a GPU by work that is launched after this (the host
@@ -37,15 +36,19 @@ class Pending:
         with self._comm.explained():
             for work in self._works or self._launch():
                 work.wait()
-        self._ops, self._works = [], []
+        self._transfers, self._works = [], []
 
     def _launch(self) -> list[dist.Work]:
-        if self._begin is None:
+        if not self._transfers:
             return []
+        group = self._comm.group_for(self._transfers[0][1].device.type)
+        ops = [dist.P2POp(kind, x, rank, group) for kind, x, rank in self._transfers]  # pyright: ignore[reportArgumentType]
+        if self._begin is None:
+            return dist.batch_isend_irecv(ops)
         side = self._comm.side_stream()
         side.wait_event(self._begin)
-        with torch.cuda.stream(side):
-            return dist.batch_isend_irecv(self._ops)
+        with side:
+            return dist.batch_isend_irecv(ops)
 
 
 class P2P:
@@ -89,14 +92,10 @@ class P2P:
         """
         for tensor, _ in (*sends, *recvs):
             assert tensor.is_contiguous()
-        ops = [self._op(dist.isend, tensor, rank) for tensor, rank in sends if tensor.numel()]
-        ops += [self._op(dist.irecv, tensor, rank) for tensor, rank in recvs if tensor.numel()]
-        return Pending(ops, self._comm, at_once=outer)
+        transfers: list[Transfer] = [(dist.isend, x, self._ranks[rank]) for x, rank in sends if x.numel()]
+        transfers += [(dist.irecv, x, self._ranks[rank]) for x, rank in recvs if x.numel()]
+        return Pending(transfers, self._comm, at_once=outer)
 
     def abandon(self, error: BaseException) -> None:
         """This rank will not join the exchanges that the others wait for: leave them the reason."""
         self._comm.leave_word(error)
-
-    def _op(self, kind: object, tensor: Tensor, rank: int) -> dist.P2POp:
-        group = self._comm.group_for(tensor.device.type)
-        return dist.P2POp(kind, tensor, self._ranks[rank], group)  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,7 @@
 """Memory that the GPUs of one host share over NVLink (torch symmetric memory), and the stream operations that go with it."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ def connect(group: ProcessGroup, ranks: Sequence[int], *, timeout_ms: int) -> "S
     """The link of a group's ranks, tried out."""
     link = Symmetric(group, ranks, timeout_ms=timeout_ms)
     link.meet(0)
-    torch.cuda.synchronize()
+    torch.accelerator.current_stream().synchronize()
     return link
 
 
@@ -24,6 +24,8 @@ class Symmetric:
     """The link of a group's ranks, in the order `ranks` (global ranks). A collective; raises RuntimeError where they have none.
 
     timeout_ms: a meeting that takes longer ends this process's use of the GPU with an error, instead of never.
+
+    Streams are torch.Stream and not torch.cuda.Stream: the same streams, without several Python calls for each operation.
     """
 
     def __init__(self, group: ProcessGroup, ranks: Sequence[int], *, timeout_ms: int) -> None:
@@ -33,16 +35,21 @@ class Symmetric:
         self._memory, self._write, self._group, self._timeout_ms = _symmetric_memory, _SymmetricMemory, group, timeout_ms
         self._places = [dist.get_process_group_ranks(group).index(rank) for rank in ranks]
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(self._device, priority=-1)
-        self._last = torch.cuda.current_stream()
+        self._stream = torch.Stream(self._device, priority=-1)
+        self._current = self._last = torch.accelerator.current_stream(self._device.index)
         self._meeting_room = self._room(1024)
         self._meeting = self._rendezvous(self._meeting_room)
 
     def shared(self, nbytes: int) -> Shared:
-        """Make memory of that size on every rank, once nothing runs any more that could use what it replaces."""
-        torch.cuda.synchronize()
+        """Make memory of that size on every rank, once nothing runs any more that could use what it replaces.
+
+        That ran on these streams. What others of the GPU run may wait for another rank, which waits here.
+        """
+        current = torch.accelerator.current_stream(self._device.index)
+        for stream in (self._last, self._stream, current):
+            stream.synchronize()
         dist.barrier(self._group)
-        torch.cuda.synchronize()
+        current.synchronize()
         mine = self._room(nbytes)
         handle = self._rendezvous(mine)
         return Shared(mine, [handle.get_buffer(place, (nbytes,), torch.uint8) for place in self._places], handle)
@@ -53,21 +60,19 @@ class Symmetric:
 
     def follow(self) -> None:
         """The current stream goes on behind the one that called this last; one that is captured cannot wait for others."""
-        current = torch.cuda.current_stream()
-        if current != self._last and not self.captured:
-            current.wait_stream(self._last)
-            self._last = current
+        self._current = torch.accelerator.current_stream(self._device.index)
+        if self._current != self._last and not self.captured:
+            self._current.wait_stream(self._last)
+            self._last = self._current
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside, the current stream is the transfers' own, which goes on from here."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
+    def aside(self) -> AbstractContextManager[object]:
+        """Inside, the current stream is the transfers' own, which goes on from where the one that called `follow` is."""
+        self._stream.wait_stream(self._current)
+        return self._stream
 
     def rejoin(self) -> None:
         """The current stream goes on when the transfers' own is done."""
-        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.accelerator.current_stream(self._device.index).wait_stream(self._stream)
 
     def count(self, words: Tensor, block: int, heads: int) -> None:
         """On the current stream: words[block] = heads, behind what came before; words is uint32."""
@@ -83,7 +88,10 @@ class Symmetric:
         return torch.cuda.is_current_stream_capturing()
 
     def _room(self, nbytes: int) -> Tensor:
-        return self._memory.empty(nbytes, dtype=torch.uint8, device=self._device)
+        """Memory for work behind this point of the current stream: torch zeroes it, on the default stream."""
+        memory = self._memory.empty(nbytes, dtype=torch.uint8, device=self._device)
+        torch.accelerator.current_stream(self._device.index).wait_stream(torch.cuda.default_stream(self._device))
+        return memory
 
     def _rendezvous(self, memory: Tensor) -> Any:
         return self._memory.rendezvous(memory, self._group.group_name)
