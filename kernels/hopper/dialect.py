@@ -31,6 +31,9 @@ WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 NEVER = gl.constexpr(1 << 30)  # past every key
 
+# Triton 3.6 ends a reduction over warps by a load that all threads share, later ones by shuffles.
+_REDUCED_IS_UNIFORM = gl.constexpr(not hasattr(tma, "async_load"))
+
 
 @gluon.jit
 def number(x):
@@ -85,6 +88,19 @@ def pass_on(ID: gl.constexpr, THREADS: gl.constexpr):
     lanes = gl.arange(0, 128, layout=GROUP)
     asm: gl.constexpr = f"bar.arrive {ID}, {THREADS}; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def uniform(x):
+    """x, an int32 alike in all threads, so that ptxas knows it is: else a branch on it makes all that comes behind divergent,
+    with addresses in registers instead of uniform ones.
+    """
+    if _REDUCED_IS_UNIFORM:
+        return x
+    else:
+        xs = gl.full([1], 0, gl.int32, GROUP) + x
+        asm: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
+        return gl.max(gl.inline_asm_elementwise(asm, "=r,r", [xs], dtype=gl.int32, is_pure=False, pack=1), 0)
 
 
 @gluon.jit

@@ -117,7 +117,7 @@ def _attend(q, smems, bars, t, span, seen, release, scale, ref, sums, acc, onlin
             at = first + 64 * WG + gl.arange(0, 64, layout=gl.SliceLayout(1, sums.type.layout))
             valid = gl.maximum(gl.minimum(last - first - 64 * WG, 64), 1)
             weight = gl.sum(gl.where(at < last, gl.sum(sums, 1), 0.0), 0) * 2.0**CONFIG.SHIFT / valid
-            online = ((weight < CONFIG.FLAT) | (count <= CONFIG.SHORT)).to(gl.int32)
+            online = dialect.uniform(((weight < CONFIG.FLAT) | (count <= CONFIG.SHORT)).to(gl.int32))
     until = gl.where(online == 1, count, masked)
     for j in range(masked, until):
         ref, sums, acc, p = _step(q, smems, bars, t + j, end_t, ref, sums, acc, p, scale, seen, 0, 0, 0, WG, False, True,
@@ -156,7 +156,7 @@ def _verdict(total, acc, keep, online, passes, bad, work_ptr, CONFIG: gl.constex
             if online == 0:
                 wrong = gl.where(total <= CONFIG.LIMIT, 0, 1)
                 wrong = gl.maximum(wrong, gl.convert_layout(gl.max(gl.where(acc * 0.0 == 0.0, 0, 1), 1), total.type.layout))
-                store = 1 - gl.max(gl.where(keep, wrong, 0), 0)
+                store = dialect.uniform(1 - gl.max(gl.where(keep, wrong, 0), 0))
             bad.store(gl.full([1], 0, gl.int32, dialect.GROUP) + (1 - store))
             if store == 0:
                 gl.atomic_add(work_ptr + 1, 1, sem="relaxed")
