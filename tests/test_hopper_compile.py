@@ -84,6 +84,8 @@ def build(part: str, name: str) -> Built:
         ptx.write_text(compiled.asm["ptx"])
         cubin.write_bytes(compiled.asm["cubin"])
         more = str(options.get("ptx_options", "")).split()
+        if tuple(map(int, TRITON.split("."))) >= (3, 8):
+            more.append("--regAllocOptLevel=2")  # Triton's own choice since then
         log = run(get_ptxas(90).path, "-v", *more, "--gpu-name=sm_90a", ptx, "-o", os.devnull)
         return Built(compiled.metadata.shared, log, run(tool("nvdisasm"), "-c", cubin))
 
