@@ -39,6 +39,17 @@ HOSTS = {  # of each rank, by ring size: uneven hosts, one rank per host, ranks 
     5: ((0, 0, 1, 1, 1), (0, 1, 2, 0, 1)),
     8: ((0, 0, 1, 1, 2, 2, 3, 3), (0, 1, 2, 0, 1, 2, 0, 1), (0, 0, 0, 0, 0, 1, 1, 2)),
 }
+LENGTHS = (1, 7, 33, 63, 100)
+SIZES = (2, 3, 4)
+KEYS = [  # that lie otherwise than the queries
+    {"front": 13},
+    {"behind": 9},
+    {"front": 5, "behind": 40},
+    {"behind": -20},  # queries past the last key
+    {"front": 20, "behind": -30},
+    {"kv_layout": "striped"},
+    {"front": 3, "kv_layout": "striped", "layout": "contiguous"},
+]
 CAUSAL = rf.Mask(causal=True)
 SLACK = 1.05  # a ring's rms error over that of the same tile on one rank
 
@@ -125,6 +136,13 @@ def masks(seqlen: int) -> dict[str, rf.Mask]:
 
 
 # One rank's part of a case
+
+
+def masks_for(case: Case) -> list[rf.Mask]:
+    """Masks that fit a case whose keys lie elsewhere than its queries."""
+    end = max(case.front + case.seqlen, case.seqlen_k)
+    plain = [rf.Mask(), CAUSAL, rf.Mask(window=(4, 2)), rf.Mask(causal=True, prefix=3)]
+    return [*plain, rf.Mask(causal=True, documents=(0, 9, end - 2, end))]
 
 
 def run_cases(cases: Sequence[Case]) -> list[Results]:

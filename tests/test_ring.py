@@ -1,8 +1,6 @@
 """Ring against the dense float64 oracle over gloo: layouts x masks x schedules, forward and backward, and what moves."""
 
 import random
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import oracle
@@ -12,27 +10,25 @@ from pool import Pools
 from ring_cases import (
     CAUSAL,
     HOSTS,
+    KEYS,
     LAYOUTS,
+    LENGTHS,
     SCHEDULES,
+    SIZES,
     Case,
     check,
     exact,
-    group_on,
     make_layout,
     masks,
+    masks_for,
     run_cases,
     run_threads,
-    sent,
     verdict,
 )
+from ring_traffic import count_sends, most_blocks, needs_of
 
 import ringflash as rf
-from ringflash import api
-from ringflash.tile import pick
 from ringflash.transport.blocks import Shapes
-
-LENGTHS = (1, 7, 33, 63, 100)
-SIZES = (2, 3, 4)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -104,27 +100,10 @@ def test_shapes_and_scales(pools: Pools, size: int) -> None:
     check(pools, size, [Case(rf.Mask(causal=True, window=(11, 0)), 33, **shape) for shape in SHAPES])
 
 
-KEYS = [
-    {"front": 13},
-    {"behind": 9},
-    {"front": 5, "behind": 40},
-    {"behind": -20},  # queries past the last key
-    {"front": 20, "behind": -30},
-    {"kv_layout": "striped"},
-    {"front": 3, "kv_layout": "striped", "layout": "contiguous"},
-]
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("size", SIZES)
 def test_keys_that_lie_otherwise(pools: Pools, size: int, schedule: str) -> None:
-    check(pools, size, [Case(m, schedule=schedule, **keys) for keys in KEYS for m in _masks_for(Case(**keys))])
-
-
-def _masks_for(case: Case) -> list[rf.Mask]:
-    end = max(case.front + case.seqlen, case.seqlen_k)
-    plain = [rf.Mask(), CAUSAL, rf.Mask(window=(4, 2)), rf.Mask(causal=True, prefix=3)]
-    return [*plain, rf.Mask(causal=True, documents=(0, 9, end - 2, end))]
+    check(pools, size, [Case(m, schedule=schedule, **keys) for keys in KEYS for m in masks_for(Case(**keys))])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -164,41 +143,6 @@ def test_keys_gathered_by_collectives(pools: Pools, size: int) -> None:
 # What moves
 
 
-def count_sends(cases: list[Case], requires_grad: bool) -> list[tuple[list, list]]:
-    """What this rank sends in forward and in backward of each case: sorted (to, elements, dtype)."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    counted = []
-    for case in cases:
-        layout, kv_layout = case.layouts(size)
-        (q, k, v), _ = case.inputs()
-        q, k, v = layout.part(q, rank), kv_layout.part(k, rank), kv_layout.part(v, rank)
-        with sent() as forward:
-            out = rf.ring_attention(
-                q.requires_grad_(requires_grad),
-                k,
-                v,
-                layout=layout,
-                kv_layout=kv_layout,
-                mask=case.mask,
-                group=None if case.hosts is None else group_on(case.hosts),
-                options=rf.Options(schedule=case.schedule),
-            )
-        with sent() as backward:
-            if requires_grad:
-                out.sum().backward()  # pyright: ignore[reportAttributeAccessIssue]
-        counted.append((sorted(forward, key=str), sorted(backward, key=str)))
-    return counted
-
-
-def _needs(case: Case, size: int) -> torch.Tensor:
-    """bool (size, size): some query of a rank sees some key of a block, by the oracle's mask."""
-    layout, kv_layout = case.layouts(size)
-    ranks = range(size)
-    sees = oracle.visible(case.mask, torch.arange(case.front + case.seqlen), torch.arange(case.seqlen_k)).any(0)
-    at = [[sees[layout.positions(r)][:, kv_layout.positions(b)] for b in ranks] for r in ranks]
-    return torch.tensor([[bool(x.any()) for x in row] for row in at])
-
-
 def _block(case: Case, size: int, block: int, dtype: torch.dtype, to: int) -> list[tuple[int, int, torch.dtype]]:
     tokens = case.batch * case.layouts(size)[1].lengths[block] * case.heads[1]
     return [(to, tokens * headdim, dtype) for headdim in case.headdim]
@@ -211,7 +155,7 @@ def test_direct_moves_exactly_the_blocks_that_are_needed(pools: Pools, size: int
     cases = [Case(mask, 63, layout, schedule="direct", dtype=torch.bfloat16) for layout, mask in every]
     for rank, counted in enumerate(pools.run(size, count_sends, cases, True)):
         for case, (forward, backward) in zip(cases, counted, strict=True):
-            needs = _needs(case, size)
+            needs = needs_of(case, size)
             others = [r for r in range(size) if r != rank]
             blocks = [x for r in others if needs[r, rank] for x in _block(case, size, rank, case.dtype, r)]
             grads = [x for b in others if needs[rank, b] for x in _block(case, size, b, torch.float32, b)]
@@ -224,7 +168,7 @@ def test_rotate_moves_each_block_to_its_last_reader(pools: Pools, size: int) -> 
     cases = [Case(m, 63, lay, schedule="rotate") for lay in ("contiguous", "striped") for m in masks(63).values()]
     ranks = pools.run(size, count_sends, cases, False)
     for i, case in enumerate(cases):
-        needs = _needs(case, size)
+        needs = needs_of(case, size)
         hops = [max((t for t in range(size) if needs[(b + t) % size, b]), default=0) for b in range(size)]
         for rank in range(size):
             passing = [b for b in range(size) if (rank - b) % size < hops[b]]
@@ -238,7 +182,7 @@ def test_hierarchical_sends_a_block_to_a_host_once(pools: Pools, hosts: tuple[in
     cases = [Case(m, 64, "contiguous", schedule="hierarchical", dtype=torch.bfloat16, hosts=hosts) for m in masks(64).values()]
     ranks = pools.run(4, count_sends, cases, True)
     for i, case in enumerate(cases):
-        needs = _needs(case, 4)
+        needs = needs_of(case, 4)
         away = {(b, hosts[r]) for r in range(4) for b in range(4) if needs[r, b] and hosts[r] != hosts[b]}
         forward, backward = ([(rank, x) for rank in range(4) for x in ranks[rank][i][way]] for way in (0, 1))
         for sends, dtypes in ((forward, [case.dtype]), (backward, [case.dtype, torch.float32])):
@@ -272,39 +216,6 @@ def test_auto_moves_no_more_than_either(pools: Pools) -> None:
 def test_balanced_layout_is_a_layout() -> None:
     layout = make_layout("balanced", 100, 3, CAUSAL)
     assert sorted(torch.cat([layout.positions(r) for r in range(3)]).tolist()) == list(range(100))
-
-
-class Alive:
-    """Counts the blocks a rank has made room for and still holds, and the most there ever were."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[str, list[weakref.ref]] = {"kv": [], "grads": []}
-        self.most = {"kv": 0, "grads": 0}
-
-    def watch(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*args: Any) -> Any:
-            pair = make(*args)
-            kind = "kv" if pair[0].dtype == torch.bfloat16 else "grads"
-            self.blocks[kind] = [x for x in self.blocks[kind] if x() is not None] + [weakref.ref(pair[0])]
-            self.most[kind] = max(self.most[kind], len(self.blocks[kind]))
-            return pair
-
-        return made
-
-
-def most_blocks(schedule: str, fused: bool, hosts: tuple[int, ...], nheads_k: int = 2) -> dict[str, int]:
-    """The most K/V blocks of others, and float32 dK/dV blocks, that one rank holds at a time in forward and backward; with as
-    many key heads as query heads, 4, of rows and dQ."""
-    cp = rf.ContextParallel(group_on(hosts), options=rf.Options(schedule=schedule))
-    batch, alive = cp.batch(8 * cp.size), Alive()
-    heads = (4, nheads_k, nheads_k)
-    q, k, v = (torch.randn(1, batch.layout.lengths[cp.rank], n, 8).bfloat16().requires_grad_() for n in heads)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Shapes, "empty", alive.watch(Shapes.empty))
-        patch.setattr(api, "pick", lambda *args, **options: pick(*args, **options)._replace(fused_backward=fused))
-        cp._comm.prepared.clear()  # with another tile
-        batch.attention(q, k, v).sum().backward()
-    return alive.most
 
 
 @pytest.mark.parametrize(("schedule", "fused", "grads"), [("rotate", False, 3), ("rotate", True, 4), ("direct", False, 4)])

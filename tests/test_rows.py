@@ -11,16 +11,20 @@ from pool import Pools
 from ring_cases import (
     CAUSAL,
     HOSTS,
+    KEYS,
     LAYOUTS,
+    LENGTHS,
     SCHEDULES,
+    SIZES,
     Case,
     check,
     masks,
+    masks_for,
     plan_of,
     run_threads,
     verdict,
 )
-from test_ring import KEYS, LENGTHS, SIZES, _masks_for, _needs, count_sends, most_blocks
+from ring_traffic import count_sends, most_blocks, needs_of
 
 import ringflash as rf
 from ringflash.heads import inner_plan
@@ -49,7 +53,7 @@ def test_ring_equals_oracle(pools: Pools, full: bool, size: int, layout: str, sc
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("size", SIZES)
 def test_keys_that_lie_otherwise(pools: Pools, size: int, schedule: str) -> None:
-    cases = [Case(m, schedule=schedule, heads=MHA, **keys) for keys in KEYS for m in _masks_for(Case(**keys))]
+    cases = [Case(m, schedule=schedule, heads=MHA, **keys) for keys in KEYS for m in masks_for(Case(**keys))]
     check(pools, size, rows_travel(cases, size))
 
 
@@ -148,7 +152,7 @@ def test_direct_moves_rows_to_the_ranks_whose_keys_they_see_and_dq_home(pools: P
     cases = [case for case in rows_travel(cases, size) if plan_of(case, size).backward.rows]
     for rank, counted in enumerate(pools.run(size, count_sends, cases, True)):
         for case, (_, backward) in zip(cases, counted, strict=True):
-            needs, others = _needs(case, size), [r for r in range(size) if r != rank]
+            needs, others = needs_of(case, size), [r for r in range(size) if r != rank]
             blocks = [x for r in others if needs[rank, r] for x in _rows(case, size, rank, r)]
             grads = [_dq(case, size, b) for b in others if needs[b, rank]]
             assert backward == sorted(blocks + grads, key=str), case
