@@ -16,7 +16,7 @@ from ringflash.options import Options
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEADDIM = 256
 MAX_SCALE = 1e30  # scores are float32
-_PLAIN = {Tensor, torch.nn.Parameter}
+_PLAIN = {Tensor, torch.nn.Parameter}  # a subclass may decide by more than its shape, dtype and device
 
 
 class Given(NamedTuple):
@@ -156,7 +156,8 @@ def scale(value: object, headdim: int) -> float:
 def likeness(qkv: tuple[Tensor, Tensor, Tensor], given: Given) -> tuple[Hashable, ...] | None:
     """What decides all that a call is prepared from and checked for; None where calls are not to be compared.
 
-    In every call of a model: so without loops, which cost the host more than what they look at.
+    Runs in every call of a model, so without loops, which cost the host more than what they look at. Hashing the answer raises
+    TypeError where an argument has a wrong type.
     """
     q, k, v = qkv
     if not _PLAIN.issuperset((type(q), type(k), type(v))) or q.is_nested or k.is_nested or v.is_nested:
@@ -165,8 +166,8 @@ def likeness(qkv: tuple[Tensor, Tensor, Tensor], given: Given) -> tuple[Hashable
     if kind == "meta" or torch.is_autocast_enabled(kind):
         return None
     here = torch.accelerator.current_device_index() if kind == "cuda" else None
-    kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.layout, k.layout, v.layout
-    return given, type(given.scale), here, q.shape, k.shape, v.shape, kinds
+    where = q.device, k.device, v.device, q.layout, k.layout, v.layout
+    return given, type(given.scale), here, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *where
 
 
 def kinds(given: Given) -> tuple[Layout | str, Layout | str | None, Mask, Options]:

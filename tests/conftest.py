@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dropped = _beyond_sample(items)
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in set(dropped)]
+    items.sort(key=lambda item: item.get_closest_marker("gpu") is not None)  # behind all that want no process group
 
 
 def _beyond_sample(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -72,6 +73,6 @@ def pools() -> Iterator[Pools]:
 
 @pytest.fixture(scope="session")
 def session() -> Iterator[Session]:
-    """This process as a rank on a GPU; for GPU tests."""
+    """This process as a rank on a GPU, for GPU tests: in one process group, which lasts to the end."""
     with bootstrap(device="cuda", timeout=120) as session:
         yield session

@@ -34,7 +34,7 @@ class Forward:
     """Everything that a forward kernel is compiled for.
 
     FLAT, SHORT: where the rows' sums are below FLAT times their largest p, or there are at most SHORT blocks,
-    every block moves the reference. SHIFT, LIMIT: forward_kernel. ITEMS: how many items a program takes at most. ADAPT: what
+    every block moves the reference. SHIFT, LIMIT: forward_kernel. ITEMS: how many items a program has room for. ADAPT: what
     other items needed decides as well, so that bits depend on timing. WAITS: one bit for each segment that has a flag.
     """
 

@@ -15,8 +15,8 @@ from ringflash.kernels.reference import LOG2E, Segment, State
 
 _launcher = host.Launcher(forward_kernel.kernel)
 
-# How many keys a program attends at most for its items, of BLOCK_Q rows each, if it takes more than four.
-_KEYS_AT_ONCE = 1 << 17
+# How many items a program takes at most, and where keys are few: as many (up to config's ITEMS) as see so many keys in all.
+_ITEMS, _KEYS_AT_ONCE = 4, 1 << 17
 
 # float16 holds 2**16 at most and few small numbers: see forward_kernel.
 _HALF = {"SHIFT": 4.0, "LIMIT": 2.0**15}
@@ -128,7 +128,7 @@ def _sizes(
     chunk = portable.heads_together(sum(lengths) * (c.HEADDIM + c.HEADDIM_V) * 2, group, heads)
     if c.WAITS:  # keys that are still coming come head by head: items that need the first quarter go first
         chunk = min(chunk, group * -(-nheads_k // 4))
-    most = max(4, min(c.ITEMS, _KEYS_AT_ONCE // sum(lengths)))
+    most = max(_ITEMS, min(c.ITEMS, _KEYS_AT_ONCE // sum(lengths)))
     needed = -(-items // most)
     grid = min(items, max(at_once, needed + min(needed, at_once)))
     return grid, items, (seqlen_q, nheads_q, group, heads, chunk, items, most)

@@ -186,7 +186,9 @@ def producer(q_desc, k_descs, v_descs, acc_desc, smems, bars, spans, redo, done,
             if passes < CONFIG.PASSES:
                 mbarrier.wait(done.index(0), 0)
             again = 1
-    if gl.atomic_add(work_ptr + 2, 1, sem="relaxed") == sizes[7] - 1:  # the last program: nobody looks any more
+    # The last program: nobody looks any more. Relaxed, since all have what they asked word 0 for; an addition to word 1 that
+    # came behind its zero would only be taken for one of the next launch's.
+    if gl.atomic_add(work_ptr + 2, 1, sem="relaxed") == sizes[7] - 1:
         gl.store(work_ptr + gl.arange(0, 32, layout=dialect.WARP), 0, mask=gl.arange(0, 32, layout=dialect.WARP) < 3)
 
 

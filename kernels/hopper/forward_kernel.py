@@ -2,9 +2,9 @@
 
 Softmax: every row keeps a reference and sums exp2(x - reference). Edge blocks and the leftmost full one raise it to the largest
 x, as the online softmax does. In the other full blocks it stays, without a maximum and without rescaling, unless those
-blocks show that few keys have most of the weight (_attend). A sum past LIMIT, or a result that is not finite, shows in the end;
-such an item is computed again, online throughout, before the program ends. The reference lies SHIFT above the largest x, so
-that sums begin far below 1 and a later x may exceed the earlier ones by log2(LIMIT) + SHIFT.
+blocks show that few keys have most of the weight (_attend). Where it stayed in any block, a sum past LIMIT, or a result that is
+not finite, shows in the end; such an item is computed again, online throughout, before the program ends. The reference lies
+SHIFT above the largest x, so that sums begin far below 1 and a later x may exceed the earlier ones by log2(LIMIT) + SHIFT.
 """
 
 from triton.experimental import gluon
@@ -300,8 +300,8 @@ def kernel(q_desc, k0, k1, k2, k3, k4, k5, k6, k7, v0, v1, v2, v3, v4, v5, v6, v
            lates, acc_ptr, max_ptr, sum_ptr, out_ptr, lse_ptr, work_ptr, sizes, strides, seqlens_k, limit_ns, scale,
            CONFIG: gl.constexpr):  # fmt: skip
     """One program: see the module. sizes: seqlen_q, nheads_q, group, heads, chunk, items, how many of them a program takes at
-    most, and how many programs leave work_ptr as they found it, or 0. work_ptr: zeros, the next item, how many half items were
-    wrong, and how many programs are done.
+    most, and how many programs leave work_ptr as they found it, or 0. work_ptr: int32 (3,), zeros at first: the next item, how
+    many half items were wrong, and how many programs are done.
     """
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 64, 1, CONFIG.HEADDIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k0.dtype, [CONFIG.STAGES, 1, CONFIG.BLOCK_K, 1, CONFIG.HEADDIM], k0.layout)

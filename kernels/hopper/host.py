@@ -105,7 +105,8 @@ _COUNTERS: dict[tuple[int, int], Tensor] = {}  # by device and stream, on which 
 
 def counters(device: torch.device, *, own: bool) -> tuple[Tensor, bool]:
     """int32 (3,) zeros for a launch on the current stream, and whether the next one has the same, so that this one has to
-    leave zeros. own: not the same. A graph, which may be replayed beside anything, has its own.
+    leave zeros. own: it has not, and the caller may read what was counted. Nor has a graph's launch, since graphs may be
+    replayed beside anything.
     """
     if own or torch.cuda.is_current_stream_capturing():
         return torch.zeros(3, dtype=torch.int32, device=device), False

@@ -153,6 +153,7 @@ class Transport(Protocol):
         self, hops: Hops, held: Mapping[int, Parts], partial: dict[int, Parts] | None, /, *, shapes: Shapes, outer: bool = False
     ) -> Moving:
         """Start all transfers of a step: blocks out of `held`, and in backward gradients out of `partial`, which loses them.
+        Asked only where some rank moves something: blocks, or, with `partial`, gradients.
 
         outer: they go between hosts and are waited for later than transfers that start after them.
         """

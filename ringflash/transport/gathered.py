@@ -34,9 +34,8 @@ class AllGather:
         assert not outer
         if hops.moves:
             return Moving(self._bring(hops, held, shapes), [], Nothing(), {})
-        if hops.grad_moves and partial is not None:
-            return self._take_home(hops, partial, shapes)
-        return Moving({}, [], Nothing(), {})
+        assert partial is not None
+        return self._take_home(hops, partial, shapes)
 
     def room(self, block: int, shapes: Shapes) -> Pair:
         """A row of what the reduce-scatter adds up; rows of blocks that this rank does not attend are zero."""

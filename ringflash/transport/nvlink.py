@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ringflash.transport import symmetric
-from ringflash.transport.blocks import Hops, Moving, Nothing, Pair, Parts, Ready, Shapes, Shared
+from ringflash.transport.blocks import Hops, Moving, Pair, Parts, Ready, Shapes, Shared
 from ringflash.transport.communicator import Communicator, ExchangeError
 
 LEAST_PIECE = 2 << 20  # bytes: below this a copy is mostly latency
@@ -156,9 +156,8 @@ class NVLink:
             self._tell_late()
         if hops.moves:
             return self._bring(hops, held[self._comm.rank], shapes, grads=partial is not None)
-        if hops.grad_moves and partial is not None:
-            return self._take_home(hops, partial, shapes)
-        return Moving({}, [], Nothing(), {})
+        assert partial is not None
+        return self._take_home(hops, partial, shapes)
 
     def room(self, block: int, shapes: Shapes) -> Pair:
         """Where the block's owner will find this rank's partial dK and dV."""
@@ -202,8 +201,8 @@ class NVLink:
                 self._link.count(self._words, block, heads)
         return Moving(dict(way.blocks), [], _Joining(self, captured, counts=True), way.ready)
 
-    def end(self, captured: bool, counts: bool) -> None:
-        """Later work on the current stream comes behind the transfers, and none is counted in any more."""
+    def end(self, *, captured: bool, counts: bool) -> None:
+        """Later work on the current stream comes behind the transfers; where they counted heads, none counts any more."""
         self._link.rejoin()
         if counts:
             self._arrived.zero_()
@@ -357,7 +356,7 @@ class _Joining:
 
     def wait(self) -> None:
         """Later work on the current stream comes behind the transfers."""
-        self._transport.end(self._captured, self._counts)
+        self._transport.end(captured=self._captured, counts=self._counts)
 
 
 def nvlink(comm: Communicator) -> NVLink:

@@ -11,7 +11,7 @@ from ringflash.transport.communicator import Communicator, ExchangeError
 
 __all__ = ["P2P", "ExchangeError", "Pending"]
 
-Transfer = tuple[object, Tensor, int]  # (isend or irecv, contiguous tensor, the other's global rank)
+_Op = tuple[object, Tensor, int]  # (isend or irecv, contiguous tensor, the other's global rank)
 
 
 class Pending:
@@ -22,11 +22,11 @@ class Pending:
     kernels come in between.
     """
 
-    def __init__(self, transfers: list[Transfer], comm: Communicator, *, at_once: bool = False) -> None:
-        self._transfers, self._comm, self._works, self._begin = transfers, comm, [], None
-        if transfers and transfers[0][1].is_cuda:
-            self._begin = torch.accelerator.current_stream(transfers[0][1].device.index).record_event()
-        if transfers and (at_once or self._begin is None):
+    def __init__(self, ops: list[_Op], comm: Communicator, *, at_once: bool = False) -> None:
+        self._ops, self._comm, self._works, self._begin = ops, comm, [], None
+        if ops and ops[0][1].is_cuda:
+            self._begin = torch.accelerator.current_stream(ops[0][1].device.index).record_event()
+        if ops and (at_once or self._begin is None):
             with comm.explained():
                 self._works = self._launch()
 
@@ -36,13 +36,13 @@ class Pending:
         with self._comm.explained():
             for work in self._works or self._launch():
                 work.wait()
-        self._transfers, self._works = [], []
+        self._ops, self._works = [], []
 
     def _launch(self) -> list[dist.Work]:
-        if not self._transfers:
+        if not self._ops:
             return []
-        group = self._comm.group_for(self._transfers[0][1].device.type)
-        ops = [dist.P2POp(kind, x, rank, group) for kind, x, rank in self._transfers]  # pyright: ignore[reportArgumentType]
+        group = self._comm.group_for(self._ops[0][1].device.type)
+        ops = [dist.P2POp(kind, x, rank, group) for kind, x, rank in self._ops]  # pyright: ignore[reportArgumentType]
         if self._begin is None:
             return dist.batch_isend_irecv(ops)
         side = self._comm.side_stream()
@@ -92,9 +92,9 @@ class P2P:
         """
         for tensor, _ in (*sends, *recvs):
             assert tensor.is_contiguous()
-        transfers: list[Transfer] = [(dist.isend, x, self._ranks[rank]) for x, rank in sends if x.numel()]
-        transfers += [(dist.irecv, x, self._ranks[rank]) for x, rank in recvs if x.numel()]
-        return Pending(transfers, self._comm, at_once=outer)
+        ops: list[_Op] = [(dist.isend, x, self._ranks[rank]) for x, rank in sends if x.numel()]
+        ops += [(dist.irecv, x, self._ranks[rank]) for x, rank in recvs if x.numel()]
+        return Pending(ops, self._comm, at_once=outer)
 
     def abandon(self, error: BaseException) -> None:
         """This rank will not join the exchanges that the others wait for: leave them the reason."""

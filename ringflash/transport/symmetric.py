@@ -43,7 +43,8 @@ class Symmetric:
     def shared(self, nbytes: int) -> Shared:
         """Make memory of that size on every rank, once nothing runs any more that could use what it replaces.
 
-        That ran on these streams. What others of the GPU run may wait for another rank, which waits here.
+        Whatever uses it runs on the streams that are waited for. The GPU's others are not: what they run may itself wait for
+        another rank, which waits here.
         """
         current = torch.accelerator.current_stream(self._device.index)
         for stream in (self._last, self._stream, current):
