@@ -331,6 +331,9 @@ def test_launches_leave_their_counters_at_zero() -> None:
             for segment, right in zip(segments, expected, strict=True):
                 assert torch.equal(forward.forward(inputs.q, [segment], inputs.scale, deterministic=True)[0], right)
     torch.cuda.synchronize()
+    stats = torch.zeros(2, dtype=torch.int32, device="cuda")
+    forward.forward(inputs.q, [segments[1]], inputs.scale, stats=stats)
+    assert int(stats[1]) > 0
     assert len(host._COUNTERS) > 1
     assert not any(x.any() for x in host._COUNTERS.values())
 

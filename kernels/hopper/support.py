@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 # Triton versions with which these kernels were run on a GPU: Gluon is experimental, its names and meanings move.
-TESTED = ("3.6",)
+TESTED = ("3.6", "3.8")
 # (headdim, headdim_v) that each part is written for: the keys of the kernels' own tables, which import Gluon.
 HEADDIMS: dict[str, Collection[tuple[int, int]]] = {
     "forward": ((64, 64), (128, 128), (192, 128), (256, 256)),
