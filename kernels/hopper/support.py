@@ -43,7 +43,7 @@ def why_not(part: str, inputs: Inputs, *, triton: str, asked: bool = False) -> s
     if headdims not in HEADDIMS[part]:
         return f"has headdim {', '.join(map(_words, HEADDIMS[part]))}, not {_words(headdims)}"
     if not asked and not tested(triton):
-        return f"never ran with Triton {triton}, only {', '.join(TESTED)}; kernel='hopper' tries it"
+        return f"never ran with Triton {triton}, only {'/'.join(TESTED)}; kernel='hopper' tries it"
     return None
 
 
