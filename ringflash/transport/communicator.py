@@ -272,9 +272,10 @@ def _membership(group: object) -> _Members:
             )
         ranks, mesh = tuple(group.mesh.flatten().tolist()), tuple(group.mesh.shape)
     elif isinstance(group, ProcessGroup):
-        if group not in _groups_of_torch():
-            raise ValueError("group must not be destroyed: this one was, by destroy_process_group; make a new one")
-        ranks = tuple(dist.get_process_group_ranks(group))
+        try:
+            ranks = tuple(dist.get_process_group_ranks(group))
+        except KeyError:
+            raise ValueError("group must not be destroyed: torch does not know this one any more; make a new one") from None
         mesh = (len(ranks),)
     else:
         raise TypeError(f"group must be None, a ProcessGroup or a DeviceMesh: group={group!r} (is this rank a member?)")
