@@ -58,8 +58,7 @@ def agree(comm: _Gathers, mine: Callable[[], dict[str, object]] | Exception, che
     Counts the call. The mode is the group's, agreed in its first call, which is always compared: "first" checks the first
     FIRST_CALLS calls of the group, "always" every one, "never" no other.
     """
-    if not comm.alive():
-        raise RuntimeError("this ring's process group was destroyed: make a new ContextParallel, or pass the new group")
+    _require_alive(comm)
     comm.calls += 1
     if comm.left is not None:
         _return(comm)
@@ -76,6 +75,11 @@ def agree(comm: _Gathers, mine: Callable[[], dict[str, object]] | Exception, che
         comm.leave_word(mine)  # the others are not told now: they find it when their exchange fails
     if isinstance(mine, Exception):
         raise mine
+
+
+def _require_alive(comm: _Gathers) -> None:
+    if not comm.alive():
+        raise RuntimeError("this ring's process group was destroyed: make a new ContextParallel, or pass the new group")
 
 
 def _return(comm: _Gathers) -> None:
@@ -96,6 +100,7 @@ def is_checked(comm: _Gathers) -> bool:
 
 def same_backward(comm: _Gathers, number: int) -> None:
     """Raise on every rank unless all are about to run the backward pass of the same call. A collective."""
+    _require_alive(comm)
     exchange(comm, lambda: {"call": f"the backward pass of call {number}"})
 
 

@@ -19,8 +19,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, ring: Ring | Heads) -> tuple[Tensor, Tensor]:
         """Attend and keep what backward needs: inputs, out and lse."""
-        with ring.running():
-            out, lse = _plainly(q, ring.forward, q, k, v)
+        out, lse = _plainly(q, ring.forward, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring = ring  # pyright: ignore[reportAttributeAccessIssue]
         ctx.set_materialize_grads(False)
@@ -32,8 +31,8 @@ class Attention(torch.autograd.Function):
         if ctx.ring.before_backward is not None:
             ctx.ring.before_backward()
         # Even if neither reached this rank the other ranks need it: the exchange must not depend on one rank's data.
-        q, k, v, out, lse = ctx.saved_tensors
         with ctx.ring.running():
+            q, k, v, out, lse = ctx.saved_tensors  # an error where they were freed or written to
             grads = _plainly(q, _gradients, ctx.ring, (q, k, v), (out, lse), (dout, dlse))
         if torch.is_grad_enabled():  # create_graph=True: fine unless these gradients are differentiated in turn
             grads = _Once.apply(*grads, *(x for x in (q, k, v, dout, dlse) if x is not None))
@@ -83,7 +82,8 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | Heads) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries; differentiable in q, k, v and through both outputs."""
-    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        q, k, v = map(_last_dim_contiguous, (q, k, v))
-    out, lse = Attention.apply(q, k, v, ring)  # pyright: ignore[reportGeneralTypeIssues]
+    with ring.running():  # around what torch itself raises as well: it has no rule for transforms
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            q, k, v = map(_last_dim_contiguous, (q, k, v))
+        out, lse = Attention.apply(q, k, v, ring)  # pyright: ignore[reportGeneralTypeIssues]
     return out, lse

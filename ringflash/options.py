@@ -52,7 +52,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in choices:  # an array may equal a name
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}: {name}={getattr(self, name)!r}")
         for name in ("deterministic", "reproducible"):
             if not isinstance(getattr(self, name), bool):

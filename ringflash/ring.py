@@ -165,7 +165,7 @@ class _Running:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and self._transport is not None:
+        if error is not None and self._transport is not None:  # Ctrl-C too: whoever catches it may go on
             self._transport.abandon(error)
 
 

@@ -108,6 +108,9 @@ def test_a_destroyed_group_is_named() -> None:
     comm.lives = False
     with pytest.raises(RuntimeError, match="this ring's process group was destroyed"):
         agreement.agree(comm, lambda: {"a": 1}, "first")
+    with pytest.raises(RuntimeError, match="this ring's process group was destroyed"):
+        agreement.same_backward(comm, 1)
+    assert comm.gathered == []
 
 
 def test_facts_with_words_are_compared_by_key() -> None:

@@ -299,22 +299,33 @@ def test_a_backward_pass_of_one_rank_alone_is_told_to_all(pools: Pools) -> None:
         assert "rank 0 has the backward pass of call 1, rank 1 has attention" in found[1], found
 
 
-def skips_a_bad_batch(seconds: float) -> Any:
+def skips_a_bad_batch(seconds: float, mistake: str) -> Any:
     """Behind the checked calls, rank 1 catches its own mistake and goes on with the next call."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
     call = {**good(), "group": group}
+    call["q"] = call["q"].requires_grad_()
     for _ in range(agreement.FIRST_CALLS):
         rf.ring_attention(**call)
+    out = rf.ring_attention(**call).sum()  # pyright: ignore[reportAttributeAccessIssue]
+    out.backward(retain_graph=dist.get_rank() == 0)
     if dist.get_rank() == 1:
-        raised(lambda: rf.ring_attention(**{**call, "scale": "big"}))
+        mistakes = {
+            "argument": lambda: rf.ring_attention(**{**call, "scale": "big"}),
+            "transform": lambda: torch.func.grad(lambda q: rf.ring_attention(**{**call, "q": q}).sum())(call["q"].detach()),  # pyright: ignore[reportAttributeAccessIssue]
+            "freed graph": out.backward,
+        }
+        assert raised(mistakes[mistake])
+    elif mistake == "freed graph":
+        return raised(out.backward)
     return raised(lambda: rf.ring_attention(**call))
 
 
-def test_a_rank_that_skips_a_bad_batch_is_not_paired_with_the_wrong_call(pools: Pools) -> None:
-    (left, skipped) = pools.run(2, skips_a_bad_batch, 3.0)
+@pytest.mark.parametrize(("mistake", "number"), [("argument", 18), ("transform", 18), ("freed graph", 17)])
+def test_a_rank_that_skips_a_bad_batch_is_not_paired_with_the_wrong_call(pools: Pools, mistake: str, number: int) -> None:
+    (left, skipped) = pools.run(2, skips_a_bad_batch, 3.0, mistake)
     assert left[0] == "ExchangeError", left
-    assert "rank 1 raised in its call 17" in left[1]
-    assert "this ring is out of step since rank 1 raised in its call 17" in skipped[1], skipped
+    assert f"rank 1 raised in its call {number}" in left[1]
+    assert f"this ring is out of step since rank 1 raised in its call {number}" in skipped[1], skipped
 
 
 def destroyed() -> Any:

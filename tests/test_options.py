@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,7 +29,7 @@ def test_every_choice_is_taken(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("value", ["fast", None, 1, ["auto"], True], ids=repr)
+@pytest.mark.parametrize("value", ["fast", None, 1, ["auto"], np.array(["auto"]), True], ids=repr)
 def test_any_other_is_refused_in_words(name: str, value: object) -> None:
     words = f"{name} must be one of {', '.join(map(repr, CHOICES[name]))}: {name}={value!r}"
     with pytest.raises(ValueError, match=re.escape(words)):

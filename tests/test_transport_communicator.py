@@ -175,6 +175,35 @@ def test_a_word_left_is_found_by_all(pools: Pools) -> None:
         assert len(word) <= 1000
 
 
+def left_in_midst(moving: bool) -> tuple[bool, str | None]:
+    """All ranks leave a call; one of them with transfers under way, or none."""
+    comm = communicator(new_group())
+    if moving and comm.rank == 1:
+        comm.flying.add(object())
+    comm.leave_word(KeyboardInterrupt())
+    return comm.left_together(), comm.left
+
+
+@pytest.mark.parametrize("moving", [False, True])
+def test_ranks_that_left_together_go_on_unless_transfers_are_under_way(pools: Pools, moving: bool) -> None:
+    for rank, (go_on, left) in enumerate(pools.run(2, left_in_midst, moving)):
+        assert go_on is not moving
+        assert left == f"rank {rank} raised in its call 0: KeyboardInterrupt"
+
+
+def destroyed() -> str:
+    group = new_group()
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="group must not be destroyed") as found:
+        communicator(group)
+    return str(found.value)
+
+
+def test_a_destroyed_group(pools: Pools) -> None:
+    for words in pools.run(2, destroyed):
+        assert "make a new one" in words
+
+
 def two_groups() -> bool:
     """What is kept belongs to one group: counts of calls do not mix."""
     a, b = communicator(new_group()), communicator(new_group())

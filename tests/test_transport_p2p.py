@@ -1,5 +1,6 @@
 """P2P: what is sent arrives, in order, whatever the sizes and directions; nothing is posted for empty tensors."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -8,6 +9,8 @@ import torch.distributed as dist
 from pool import Pools
 from torch.distributed.device_mesh import DeviceMesh
 
+import ringflash as rf
+from ringflash.ring import Ring
 from ringflash.transport.blocks import Hops, Shapes
 from ringflash.transport.communicator import communicator
 from ringflash.transport.p2p import P2P, Pending
@@ -119,3 +122,32 @@ def outer_and_others() -> list[float]:
 
 def test_others_do_not_wait_for_an_outer_exchange(pools: Pools) -> None:
     assert pools.run(2, outer_and_others) == [[10.0, 11.0, 12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]
+
+
+def left_in_midst(error: type[BaseException], backward: bool) -> tuple[str, str, int]:
+    """All ranks raise while blocks are under way, catch it and go on: (the first error, the next call's, transfers kept)."""
+    group: Any = dist.new_group()
+    x = torch.ones(1, 4, 3, 2, 8, requires_grad=True)
+
+    def call() -> torch.Tensor:
+        return rf.ring_attention(*x.unbind(2), layout="zigzag", group=group).sum()  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
+
+    call().backward()
+    assert not communicator(group).flying
+    loss = call()
+    method = "_add_gradients" if backward else "_segments"
+    with mock.patch.object(Ring, method, side_effect=error), pytest.raises(error) as first:
+        loss.backward() if backward else call()
+    with pytest.raises(RuntimeError) as later:
+        call()
+    return repr(first.value), str(later.value), len(communicator(group).flying)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_nobody_goes_on_from_a_call_with_blocks_under_way(pools: Pools, error: type[BaseException], backward: bool) -> None:
+    """Its transfers would be paired with the next call's: wrong blocks, or none and all ranks wait."""
+    for first, later, kept in pools.run(2, left_in_midst, error, backward):
+        assert first == f"{error.__name__}()"
+        assert "this ring is out of step since rank " in later
+        assert kept == 1

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 _LEFT = "ringflash/left"  # store keys: why a rank left a call without joining its exchange, and which ranks did
+_MOVING = "moving"  # what such a key of a rank says that left transfers under way
 MESSAGE_BYTES = 4096  # of what one rank tells the others: one size for all, or calls out of order would not even pair up
 MESH_NAMES = ("ring", "heads")  # of a mesh of two dimensions; any other is hardly meant so
 LEFT_TOGETHER = datetime.timedelta(seconds=2)  # in which ranks that made the same mistake have all said so
@@ -36,7 +37,7 @@ class Communicator:
     calls counts the ring's calls on this process: when a collective check runs depends on it alone. check: the mode that the
     ring's first call agreed. left: why this rank did not join an exchange that the others may wait for.
     message_bytes: the size of a message of gather_bytes. prepared: what is kept for calls like an earlier one, by likeness.
-    kept: what transports keep for all calls, by their names.
+    kept: what transports keep for all calls, by their names. flying: transfers between CPUs that began and have not ended.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Communicator:
     message_bytes: int = MESSAGE_BYTES
     prepared: dict = field(default_factory=dict)
     kept: dict = field(default_factory=dict)
+    flying: set = field(default_factory=set)
     _left_in: int = 0
     _side: dict[int, torch.Stream] = field(default_factory=dict)
 
@@ -131,22 +133,28 @@ class Communicator:
 
     def leave_word(self, error: BaseException) -> None:
         """Say that this rank does not join the exchange of this call, and why unless another rank is the reason."""
-        word = f"rank {self.rank} raised in its call {self.calls}: {error}"[:1000]
+        word = f"rank {self.rank} raised in its call {self.calls}: {str(error) or type(error).__name__}"[:1000]
         if self.size > 1 and self.left is None:
             self.left, self._left_in = word, self.calls
         with suppress(RuntimeError):  # the store may be gone with its rank; the error itself must be seen
             for group in self.groups.values():
                 store = group.get_group_store()
-                store.set(f"{_LEFT}/{self.calls}/{self.rank}", "")
+                store.set(f"{_LEFT}/{self.calls}/{self.rank}", _MOVING if self.flying else "")
                 if not isinstance(error, ExchangeError):
                     store.set(f"{_LEFT}/{self.calls}", word)
 
     def left_together(self) -> bool:
-        """Whether all ranks left the call that this one left: then nobody waits for anybody, and the ring goes on."""
+        """Whether all ranks left the call that this one left: then nobody waits for anybody, and the ring goes on.
+
+        Not where one left transfers under way, which the next call's would be paired with.
+        """
         keys = [f"{_LEFT}/{self._left_in}/{rank}" for rank in range(self.size)]
         try:
             for group in self.groups.values():
-                group.get_group_store().wait(keys, LEFT_TOGETHER)
+                store = group.get_group_store()
+                store.wait(keys, LEFT_TOGETHER)
+                if any(map(store.get, keys)):
+                    return False
         except RuntimeError:
             return False
         return True
@@ -264,7 +272,10 @@ def _membership(group: object) -> _Members:
             )
         ranks, mesh = tuple(group.mesh.flatten().tolist()), tuple(group.mesh.shape)
     elif isinstance(group, ProcessGroup):
-        ranks = tuple(dist.get_process_group_ranks(group))
+        try:
+            ranks = tuple(dist.get_process_group_ranks(group))
+        except KeyError:
+            raise ValueError("group must not be destroyed: torch does not know this one any more; make a new one") from None
         mesh = (len(ranks),)
     else:
         raise TypeError(f"group must be None, a ProcessGroup or a DeviceMesh: group={group!r} (is this rank a member?)")

@@ -24,7 +24,9 @@ class Pending:
 
     def __init__(self, ops: list[_Op], comm: Communicator, *, at_once: bool = False) -> None:
         self._ops, self._comm, self._works, self._begin = ops, comm, [], None
-        if ops and ops[0][1].is_cuda:
+        if ops and not ops[0][1].is_cuda:
+            comm.flying.add(self)  # until they end: gloo pairs them up with those of a later call if a call is left
+        elif ops:
             self._begin = torch.accelerator.current_stream(ops[0][1].device.index).record_event()
         if ops and (at_once or self._begin is None):
             with comm.explained():
@@ -36,6 +38,7 @@ class Pending:
         with self._comm.explained():
             for work in self._works or self._launch():
                 work.wait()
+        self._comm.flying.discard(self)
         self._ops, self._works = [], []
 
     def _launch(self) -> list[dist.Work]:
