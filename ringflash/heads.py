@@ -57,7 +57,7 @@ class Rows:
 
     def _index(self, device: torch.device) -> Tensor:
         """The order and its inverse, made once per device and stream (another stream would have to wait for this one)."""
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        stream = torch.accelerator.current_stream(device.index).stream_id if device.type == "cuda" else 0
         if (device, stream) in self._tables:
             return self._tables[device, stream]
         with torch.inference_mode(False), torch.no_grad():
