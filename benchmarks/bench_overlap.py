@@ -139,7 +139,9 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = options().parse_args()
+    parser = options()
+    args = parser.parse_args()
+    timing.require_gpu(parser)
     with bootstrap(device="cuda") as session, tempfile.TemporaryDirectory() as scratch:
         verdicts = timing_ranks.verdicts()
         folder = args.traces or Path(scratch)

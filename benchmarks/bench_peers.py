@@ -174,7 +174,9 @@ def run(case: str, problem: Problem, args: argparse.Namespace, verdicts: Process
 
 
 def main() -> None:
-    args = options().parse_args()
+    parser = options()
+    args = parser.parse_args()
+    timing.require_gpu(parser)
     with bootstrap(device="cuda") as session:
         verdicts = timing_ranks.verdicts()
         for tokens in args.tokens:

@@ -216,7 +216,9 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = options().parse_args()
+    parser = options()
+    args = parser.parse_args()
+    timing.require_gpu(parser)
     kernels = sorted({kernel.partition("-")[0] for kernel in args.kernels})
     if not args.no_check and not check_tile.check(kernels, args.dtypes, args.headdims):
         return 1

@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--cases", type=lambda s: s.split(","), default=list(cases.CASES), help=f"of {','.join(cases.CASES)}")
     timing.add_options(parser)
     args = parser.parse_args()
+    timing.require_gpu(parser)
     watch = timing.Watch()
     for name in args.cases:
         timing.keep("sweep_tile", sweep(cases.CASES[name], args, watch), args)

@@ -160,6 +160,12 @@ def keep(name: str, lines: list[dict[str, Any]], args: argparse.Namespace) -> No
     append(name, lines, protocol=protocol, commit=args.commit, folder=args.out)
 
 
+def require_gpu(parser: argparse.ArgumentParser) -> None:
+    """Where torch sees no GPU, end the command with a sentence that says so."""
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU, and torch sees none: look at CUDA_VISIBLE_DEVICES, and whether this torch is a CPU build")
+
+
 def add_commit(parser: argparse.ArgumentParser) -> None:
     """The option for machines that have the files without their history."""
     parser.add_argument("--commit", default="", help="what was measured, where there is no git to ask")

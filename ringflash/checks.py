@@ -16,6 +16,7 @@ from ringflash.options import Options
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEADDIM = 256
 MAX_SCALE = 1e30  # scores are float32
+SHOWN = 6  # boundaries of documents that a line has room for
 _PLAIN = {Tensor, torch.nn.Parameter}  # a subclass may decide by more than its shape, dtype and device
 
 
@@ -319,16 +320,17 @@ def facts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, object]:
 
 
 def mask_words(mask: Mask) -> str:
-    """A mask in one short line; documents by their number."""
-    words = [f"causal={mask.causal}", f"window={mask.window}", f"documents={_count_documents(mask)}", f"prefix={mask.prefix}"]
+    """A mask in one short line; where documents are many, their number and letters that tell them from others."""
+    words = [f"causal={mask.causal}", f"window={mask.window}", f"documents={_documents(mask)}", f"prefix={mask.prefix}"]
     return f"Mask({', '.join(words)})"
 
 
-def _count_documents(mask: Mask) -> str:
-    if mask.documents is None:
-        return "None"
-    counts = {len(row) - 1 for row in mask.document_rows(0)}
-    return f"{'/'.join(map(str, sorted(counts)))} of them" + (f" in each of {mask.batch} rows" if mask.batch else "")
+def _documents(mask: Mask) -> str:
+    if mask.documents is None or (not mask.batch and len(mask.documents) <= SHOWN):
+        return str(mask.documents)
+    counts = "/".join(map(str, sorted({len(row) - 1 for row in mask.document_rows(0)})))
+    rows = f" in each of {mask.batch} rows" if mask.batch else ""
+    return f"{counts} of them{rows} [{digest(repr(mask.documents).encode())}]"
 
 
 def digest(data: bytes) -> str:

@@ -380,3 +380,7 @@ def test_mask_words_are_short_and_tell_documents_apart() -> None:
     words = [checks.mask_words(m) for m in masks]
     assert words[0] != words[1]
     assert max(map(len, words)) < 120
+    assert (
+        checks.mask_words(rf.Mask(documents=(0, 30, 64)))
+        == "Mask(causal=False, window=None, documents=(0, 30, 64), prefix=None)"
+    )
