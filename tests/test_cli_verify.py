@@ -105,6 +105,12 @@ def test_wrong_arguments_are_worded_and_exit_2(capsys: pytest.CaptureFixture[str
     assert "Traceback" not in err
 
 
+def test_what_is_no_pair_of_numbers_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, "--heads", "4x2")
+    assert "argument --heads: two whole numbers, as 4/2, or one for both: '4x2'" in capsys.readouterr().err
+
+
 def test_a_worse_ring_fails() -> None:
     exact = torch.linspace(1.0, 2.0, 100, dtype=torch.float64)
     single = exact.float()

@@ -262,7 +262,11 @@ def test_attention(pools: Pools, size: int, layout: str) -> None:
         ({"layout": "zig"}, ValueError, "layout must be one of .*layout='zig'"),
         ({"layout": rf.layouts.zigzag(8, 1)}, TypeError, "layout must be .*name"),
         ({"options": None}, TypeError, "options must be an rf.Options: options=None"),
-        ({"group": "world"}, TypeError, "group must be None, a ProcessGroup or a DeviceMesh: group='world'"),
+        (
+            {"group": "world"},
+            TypeError,
+            "group must be None, a ProcessGroup or a DeviceMesh: group='world' \\(a layout goes into layout=",
+        ),
         ({"group": -100}, TypeError, "is this rank a member"),
     ],
 )

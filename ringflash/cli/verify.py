@@ -286,7 +286,10 @@ _MASK_WORDS: dict[str, Callable[[str], dict]] = {
 
 def _pair(text: str) -> tuple[int, int]:
     first, _, second = text.partition("/")
-    return int(first), int(second or first)
+    try:
+        return int(first), int(second or first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"two whole numbers, as 4/2, or one for both: {text!r}") from None
 
 
 def _case(args: argparse.Namespace, layout: str, mask: str) -> Case:

@@ -278,7 +278,8 @@ def _membership(group: object) -> _Members:
             raise ValueError("group must not be destroyed: torch does not know this one any more; make a new one") from None
         mesh = (len(ranks),)
     else:
-        raise TypeError(f"group must be None, a ProcessGroup or a DeviceMesh: group={group!r} (is this rank a member?)")
+        hint = "a layout goes into layout=" if isinstance(group, str) else "is this rank a member?"
+        raise TypeError(f"group must be None, a ProcessGroup or a DeviceMesh: group={group!r} ({hint})")
     if dist.get_rank() not in ranks:
         raise ValueError(f"group must have this process as a member: its ranks are {ranks}")
     parents = tuple(group.get_all_groups()) if isinstance(group, DeviceMesh) else (group,)
