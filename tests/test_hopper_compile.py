@@ -51,8 +51,14 @@ SPILLS: dict[tuple[str, str, str], int] = {
 SERIALISED = {("3.8", "forward", f"float16 64/64 {name}") for name in VARIANTS}
 
 CONFIGURATIONS = [(part, name) for part, module in PARTS.items() for name, *_ in module.sources()]
-# Every variant of what matters most, each head dim once, float16 once; the others with --full.
-OFTEN = [x for x in CONFIGURATIONS if re.match(r"bfloat16 (128|\S+ plain)|float16 128\S* plain", x[1])]
+# Every variant of what matters most, each head dim once, float16 once; on a Triton where the kernels are on request, two
+# variants of that. The others with --full.
+MOST = (
+    r"bfloat16 (128|\S+ plain)|float16 128\S* plain"
+    if TRITON in support.TESTED
+    else r"bfloat16 (128\S* (plain|three)|\S+ plain)"
+)
+OFTEN = [x for x in CONFIGURATIONS if re.match(MOST, x[1])]
 SELDOM = [x for x in CONFIGURATIONS if x not in OFTEN]
 
 

@@ -115,6 +115,7 @@ def test_layouts_of_any_runs(pools: Pools, size: int) -> None:
     check(pools, size, [Case(mask, documents[-1], layout, schedule=s) for layout in LAYOUTS for s in SCHEDULES])
 
 
+@pytest.mark.slow(sample=3)
 @pytest.mark.parametrize("size", [5, 8])
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "hierarchical"])
 def test_more_ranks_than_cores(size: int, schedule: str) -> None:
