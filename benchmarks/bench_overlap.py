@@ -139,9 +139,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    parser = options()
-    args = parser.parse_args()
-    timing.require_gpu(parser)
+    args = timing.parsed(options())
     with bootstrap(device="cuda") as session, tempfile.TemporaryDirectory() as scratch:
         verdicts = timing_ranks.verdicts()
         folder = args.traces or Path(scratch)

@@ -174,9 +174,7 @@ def run(case: str, problem: Problem, args: argparse.Namespace, verdicts: Process
 
 
 def main() -> None:
-    parser = options()
-    args = parser.parse_args()
-    timing.require_gpu(parser)
+    args = timing.parsed(options())
     with bootstrap(device="cuda") as session:
         verdicts = timing_ranks.verdicts()
         for tokens in args.tokens:

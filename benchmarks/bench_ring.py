@@ -64,8 +64,7 @@ def main() -> None:
     parser.add_argument("--transport", default="auto", choices=CHOICES["transport"])
     parser.add_argument("--out", type=Path, default=timing.RESULTS, help="folder of the result lines")
     timing.add_commit(parser)
-    args = parser.parse_args()
-    timing.require_gpu(parser)
+    args = timing.parsed(parser)
     protocol = (
         f"{timing_ranks.protocol()}; median of {ROUNDS} rounds, ring and baseline in turn; "
         "baseline: one launch per pass, all keys local"

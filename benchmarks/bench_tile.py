@@ -216,9 +216,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    parser = options()
-    args = parser.parse_args()
-    timing.require_gpu(parser)
+    args = timing.parsed(options())
     kernels = sorted({kernel.partition("-")[0] for kernel in args.kernels})
     if not args.no_check and not check_tile.check(kernels, args.dtypes, args.headdims):
         return 1

@@ -152,8 +152,7 @@ def main() -> int:
     parser.add_argument("--kernels", type=lambda s: s.split(","), default=["triton", "hopper"])
     parser.add_argument("--dtypes", type=lambda s: s.split(","), default=["bfloat16", "float16", "float32"])
     parser.add_argument("--headdims", type=lambda s: list(map(int, s.split(","))), default=[128, 64, 80, 192, 256])
-    args = parser.parse_args()
-    timing.require_gpu(parser)
+    args = timing.parsed(parser)
     return 0 if check(args.kernels, args.dtypes, args.headdims) else 1
 
 

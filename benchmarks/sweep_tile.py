@@ -64,8 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=lambda s: s.split(","), default=list(cases.CASES), help=f"of {','.join(cases.CASES)}")
     timing.add_options(parser)
-    args = parser.parse_args()
-    timing.require_gpu(parser)
+    args = timing.parsed(parser)
     watch = timing.Watch()
     for name in args.cases:
         timing.keep("sweep_tile", sweep(cases.CASES[name], args, watch), args)

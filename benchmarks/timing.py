@@ -160,10 +160,12 @@ def keep(name: str, lines: list[dict[str, Any]], args: argparse.Namespace) -> No
     append(name, lines, protocol=protocol, commit=args.commit, folder=args.out)
 
 
-def require_gpu(parser: argparse.ArgumentParser) -> None:
-    """Where torch sees no GPU, end the command with a sentence that says so."""
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """A benchmark's arguments; where torch sees no GPU, a sentence that says so ends the command."""
+    args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a GPU, and torch sees none: look at CUDA_VISIBLE_DEVICES, and whether this torch is a CPU build")
+    return args
 
 
 def add_commit(parser: argparse.ArgumentParser) -> None:

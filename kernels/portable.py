@@ -58,8 +58,6 @@ def unit_stride(x: Tensor) -> Tensor:
 def in_launches(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Segments that hold keys, in as many lists as launches are needed (at least one)."""
     held = [segment for segment in segments if segment.k.shape[1]]
-    if 0 < len(held) <= MAX_SEGMENTS:
-        return [held]
     return [held[i : i + MAX_SEGMENTS] for i in range(0, max(len(held), 1), MAX_SEGMENTS)]
 
 

@@ -128,15 +128,12 @@ Numbers = tuple[int, ...]
 def flags(segments: Sequence[Segment]) -> tuple[Pointers, Pointers, int]:
     """(readys, lates, limit_ns): the segments' flags, where to say that one did not come, and after how long."""
     told = {segment.late is not None for segment in segments if segment.ready is not None}
-    if not told:  # none waits: something to point to
-        begins = tuple([segment.begin for segment in segments])
-        return begins, begins, portable.encode(LIMIT_NS)[0]
     if len(told) > 1:
         raise ValueError("late must be given for all segments with `ready`, or for none: one clock serves a launch")
     return (
         tuple([segment.begin if segment.ready is None else segment.ready for segment in segments]),
         tuple([segment.begin if segment.late is None else segment.late for segment in segments]),
-        portable.encode(LIMIT_NS if True in told else _FOREVER_NS)[0],
+        portable.encode(_FOREVER_NS if told == {False} else LIMIT_NS)[0],
     )
 
 
