@@ -21,7 +21,6 @@ from rings import Problem
 import ringflash as rf
 from ringflash.launch.bootstrap import bootstrap
 from ringflash.options import CHOICES
-from ringflash.tile import pick
 
 ROUNDS = 3  # ring and baseline in turn
 
@@ -31,6 +30,7 @@ def measure(problem: Problem, args: argparse.Namespace) -> list[dict[str, Any]]:
     options = rf.Options(check="never", schedule=args.schedule, transport=args.transport)
     rows = []
     with rings.ours(problem, args.layout, options) as ring, rings.baseline(problem, args.layout) as base:
+        told = explained(problem, ring, args.layout, options)
         error = difference(ring, base)
         for what, ours, theirs, factor in (
             ("forward", ring.forward, base.forward, 1.0),
@@ -42,12 +42,18 @@ def measure(problem: Problem, args: argparse.Namespace) -> list[dict[str, Any]]:
                 tera = factor * problem.flops / 1e9
                 rows.append({
                     "tokens_per_gpu": problem.seqlen // problem.size, "ranks": problem.size, "pass": what, "how": how,
-                    "layout": args.layout, "schedule": args.schedule, "transport": args.transport,
-                    "kernel": pick("auto", problem.q, problem.v).name, "ring_ms": ring_ms, "baseline_ms": base_ms,
+                    "layout": args.layout, **told, "ring_ms": ring_ms, "baseline_ms": base_ms,
                     "ring_tflops": tera / ring_ms, "baseline_tflops": tera / base_ms, "ratio": base_ms / ring_ms,
                     "all_times_ms": times, "difference_from_baseline": error, "peak_memory_bytes": timing_ranks.peak(ours),
                 })  # fmt: skip
     return rows
+
+
+def explained(problem: Problem, ring: rings.Entry, layout: str, options: rf.Options) -> dict[str, str]:
+    """The transport, schedule and kernel of the ring, by name."""
+    q, k, v, _ = problem.part(ring.positions)
+    said = rf.explain(q, k, v, layout=problem.layout(layout), mask=problem.mask, rank=problem.rank, options=options)
+    return {name: getattr(said, name).split(" (")[0] for name in ("transport", "schedule", "kernel")}
 
 
 def difference(ring: rings.Entry, base: rings.Entry) -> float:

@@ -21,7 +21,7 @@ from ringflash.tile import Tile, pick
 from ringflash.transport.blocks import Transport
 from ringflash.transport.communicator import Communicator, communicator
 from ringflash.transport.gathered import AllGather
-from ringflash.transport.nvlink import nvlink
+from ringflash.transport.nvlink import NVLink, nvlink
 from ringflash.transport.p2p import P2P
 
 Prepared = tuple[tuple[Tensor, Tensor, Tensor], Ring | Heads, checks.Call]
@@ -69,12 +69,13 @@ def attend_over(
     comm: Communicator, qkv: tuple[Tensor, Tensor, Tensor], given: checks.Given, *, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """ring_attention on a communicator."""
-    (q, k, v), ring, _ = agreement.together(
+    prepared = agreement.together(
         comm,
         lambda: _known(comm, qkv, given),
         facts=lambda prepared: checks.facts(*prepared[0], prepared[2]),
         check=given.check,
     )
+    (q, k, v), ring, _ = _linked(comm, prepared, given)
     if agreement.is_checked(comm):
         ring = replace(ring, before_backward=functools.partial(agreement.same_backward, comm, comm.calls))
     out, lse = attend(q, k, v, ring=ring)
@@ -98,6 +99,18 @@ def _known(comm: Communicator, qkv: tuple[Tensor, Tensor, Tensor], given: checks
     return qkv, ring, call
 
 
+def _linked(comm: Communicator, prepared: Prepared, given: checks.Given) -> Prepared:
+    """The same, or by another transport where the ranks' GPUs turn out to share no memory. A collective until that is known."""
+    transport = getattr(prepared[1], "transport", None)
+    if not isinstance(transport, NVLink) or transport.linked:
+        return prepared
+    comm.unlinked = transport.connect()
+    if not comm.unlinked:
+        return prepared
+    comm.prepared.clear()
+    return _prepare(comm, prepared[0], given)
+
+
 def _prepare(comm: Communicator, qkv: tuple[Tensor, Tensor, Tensor], given: checks.Given) -> Prepared:
     """Everything that can go wrong on this rank alone, so that all ranks hear of it before anything moves."""
     qkv, call = checks.prepare(*qkv, given, rank=comm.rank, size=comm.size)
@@ -105,7 +118,7 @@ def _prepare(comm: Communicator, qkv: tuple[Tensor, Tensor, Tensor], given: chec
     if comm.size > 1:
         comm.group_for(q.device.type)
     heads = checks.heads_ranks(call.options.transport, comm.mesh)
-    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=comm.hosts, heads=heads)
+    facts = Facts.of(k, v, call.kv_layout.lengths, hosts=comm.hosts, heads=heads, unlinked=comm.unlinked)
     found = route(call.options, facts)
     tile = pick(call.options.kernel, q, v, **call.options.of_tile)
     return qkv, _ring(comm, call, found, tile, TokenBytes.of(q, v)), call

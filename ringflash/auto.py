@@ -1,7 +1,7 @@
 """What "auto" takes: transports by what each needs of a call, in the order in which they are preferred."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,7 +14,8 @@ class Facts(NamedTuple):
     """What the choice depends on, the same on every rank.
 
     device: type of the tensors. buffer_bytes: what a rank keeps to gather all keys and their gradients. heads: how many ranks
-    exchange sequence for heads, if any; a ring then has size / heads ranks.
+    exchange sequence for heads, if any; a ring then has size / heads ranks. unlinked: why the ranks' GPUs share no memory, ""
+    where they do or nobody has tried.
     """
 
     size: int
@@ -22,11 +23,13 @@ class Facts(NamedTuple):
     device: str
     buffer_bytes: int
     heads: int = 1
+    unlinked: str = ""
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, hosts: Hosts, heads: int = 1) -> "Facts":
+    def of(cls, k: Tensor, v: Tensor, lengths: tuple[int, ...], **more: Any) -> "Facts":
         """For this rank's k and v, where lengths are those of all ranks' blocks."""
-        return cls(len(lengths), hosts, k.device.type, Shapes((k, v), lengths).buffer_bytes, heads)
+        nbytes = Shapes((k, v), lengths).buffer_bytes
+        return cls(size=len(lengths), device=k.device.type, buffer_bytes=nbytes, **more)
 
 
 class Route(NamedTuple):
@@ -79,12 +82,13 @@ NEEDS: dict[str, tuple[_Need, ...]] = {
             lambda o, f: len(set(f.hosts)) == 1,
             lambda o, f: f"needs GPUs of one host: the ranks are on {len(set(f.hosts))}",
         ),
+        _Need(
+            lambda o, f: not f.unlinked,
+            lambda o, f: f"found no memory that all ranks' GPUs share ({f.unlinked})",
+            "transport='p2p'",
+        ),
         _BUFFERS,
         _GATHERS,
-        _Need(
-            lambda o, f: o.transport == "nvlink",
-            lambda o, f: "is on request until its tests have passed as a whole on two GPUs",
-        ),
     ),
     "p2p": (
         _NOT_IN_ORDER,

@@ -17,8 +17,9 @@ class Options:
     transport: what moves blocks. "p2p": sends and receives over NCCL or gloo, two blocks in flight. "nvlink": copy engines
     between the GPUs of one host, and one launch that attends keys as they arrive. "allgather": collectives, for small shards.
     "ulysses": no blocks move; all ranks exchange sequence for heads before and after, so that each attends all tokens with its
-    share of heads. "auto" takes p2p (explain says why not nvlink). In a 2-D mesh (ring, heads) the ranks of a row exchange
-    sequence for heads, and "auto" and "p2p" alike send blocks round each column.
+    share of heads. "auto" takes nvlink where the ranks' GPUs share memory and its buffers are allowed, else p2p (explain says
+    why). In a 2-D mesh (ring, heads) the ranks of a row exchange sequence for heads, and "auto" and "p2p" alike send blocks
+    round each column.
     On one rank nothing moves, and only options that contradict each other are refused.
     schedule: the plan's generator, "rotate", "direct" or "hierarchical" with p2p, "gather" with nvlink and allgather; "auto"
     takes what moves least.

@@ -5,6 +5,7 @@ import inspect
 import math
 import sys
 from typing import Any
+from unittest import mock
 
 import oracle
 import pytest
@@ -15,7 +16,11 @@ from ring_cases import CAUSAL, NAMES, Case, check, exact, masks
 from torch import Tensor
 
 import ringflash as rf
+from ringflash.auto import Facts
 from ringflash.plan import Plan
+from ringflash.transport import nvlink
+from ringflash.transport.communicator import Communicator
+from ringflash.transport.nvlink import Link
 
 CASE = Case(CAUSAL, 24, "zigzag")
 
@@ -152,6 +157,41 @@ def test_wrong_groups(pools: Pools) -> None:
     ranks = pools.run(2, not_a_member)
     assert "group='world'" in ranks[0][0]
     assert "is this rank a member?" in ranks[1][3]
+
+
+def without_shared_memory() -> tuple[float, int, str]:
+    """(error of a ring that would pull its keys, how often it looked for shared memory, what who asks for that is told)."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    looked: list[int] = []
+
+    def connect(comm: Communicator) -> Link:
+        looked.append(comm.calls)
+        raise NotImplementedError("rank 1: no peer access")
+
+    facts, layout = Facts.of, rf.layouts.zigzag(24, size)
+
+    def ring(**more: Any) -> Any:
+        q, k, v = (layout.part(x, rank) for x in qkv())
+        return rf.ring_attention(q, k, v, layout=layout, mask=CAUSAL, group=group, **more)
+
+    with (
+        mock.patch.object(Facts, "of", lambda *args, **more: facts(*args, **more)._replace(device="cuda")),
+        mock.patch.object(nvlink, "_connected", connect),
+    ):
+        out = ring()
+        with pytest.raises(NotImplementedError) as error:
+            ring(options=rf.Options(transport="nvlink"))
+        assert torch.equal(ring(), out)
+    return oracle.rms(out, layout.part(exact(CASE).out, rank)), len(looked), str(error.value)
+
+
+def test_blocks_go_by_p2p_where_gpus_share_no_memory(pools: Pools) -> None:
+    for error, looked, told in pools.run(2, without_shared_memory):
+        assert error < 1e-6
+        assert looked == 1
+        assert "transport='nvlink' found no memory that all ranks' GPUs share (rank 1: no peer access); use" in told
 
 
 def many_batches() -> tuple[bool, int]:

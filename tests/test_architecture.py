@@ -22,7 +22,8 @@ LAYERS = {  # imports point one way: module or package -> what it may import of 
     "transport.symmetric": "transport.blocks",
     "transport.communicator": "",
     "transport.p2p": "transport.blocks transport.communicator",
-    "transport.nvlink": "transport.blocks transport.communicator transport.symmetric",
+    "transport.publishing": "transport.blocks",
+    "transport.nvlink": "transport.blocks transport.communicator transport.publishing transport.symmetric",
     "transport.gathered": "transport.blocks transport.communicator",
     "tile": "kernels",
     "ring": "plan stats transport.blocks",  # plan, transport.blocks: the types of what comes as an argument

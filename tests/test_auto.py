@@ -43,7 +43,13 @@ def test_options_that_contradict_each_other_are_refused_on_one_rank_too(how: dic
 @pytest.mark.parametrize(
     ("facts", "options", "transport", "why"),
     [
-        (FACTS, rf.Options(), "p2p", "keeps two blocks in flight; nvlink is on request until its tests have passed as a whole"),
+        (FACTS, rf.Options(), "nvlink", "one launch, keys pulled by copy engines"),
+        (
+            FACTS._replace(unlinked="rank 1: no peer access"),
+            rf.Options(),
+            "p2p",
+            "keeps two blocks in flight; nvlink found no memory that all ranks' GPUs share (rank 1: no peer access)",
+        ),
         (FACTS, rf.Options(transport="nvlink"), "nvlink", "asked for"),
         (FACTS._replace(device="cpu"), rf.Options(), "p2p", "keeps two blocks in flight; nvlink needs GPUs: the tensors"),
         (
@@ -72,6 +78,11 @@ def test_the_first_that_can(facts: Facts, options: rf.Options, transport: str, w
     ("facts", "how", "words"),
     [
         (FACTS._replace(device="cpu"), {"transport": "nvlink"}, "transport='nvlink' needs GPUs: the tensors are on a cpu; use"),
+        (
+            FACTS._replace(unlinked="rank 0: ?"),
+            {"transport": "nvlink"},
+            "transport='nvlink' found no memory that all ranks' GPUs share (rank 0: ?); use transport='p2p'",
+        ),
         (FACTS, {"transport": "allgather", "max_buffer_bytes": 9}, "transport='allgather' would keep 1000 bytes of buffers"),
         (FACTS, {"transport": "p2p", "schedule": "gather"}, "transport='p2p' keeps two blocks and does not gather"),
         (

@@ -50,4 +50,4 @@ def test_programs_have_room_for_all_items(
     assert group <= chunk <= heads
     assert chunk % group == 0, "the rows of a key head go together"
     if waits:
-        assert chunk <= group * -(-nheads_k // 4)
+        assert chunk <= group * -(-nheads_k // 2)

@@ -126,8 +126,8 @@ def _sizes(
     heads, group = batch * nheads_q, nheads_q // nheads_k
     items = -(-seqlen_q // c.BLOCK_Q) * heads
     chunk = portable.heads_together(sum(lengths) * (c.HEADDIM + c.HEADDIM_V) * 2, group, heads)
-    if c.WAITS:  # keys that are still coming come head by head: items that need the first quarter go first
-        chunk = min(chunk, group * -(-nheads_k // 4))
+    if c.WAITS:  # keys that are still coming come head by head: items that need the first half go first
+        chunk = min(chunk, group * -(-nheads_k // 2))
     most = max(_ITEMS, min(c.ITEMS, _KEYS_AT_ONCE // sum(lengths)))
     needed = -(-items // most)
     grid = min(items, max(at_once, needed + min(needed, at_once)))

@@ -52,6 +52,7 @@ class Communicator:
     message_bytes: int = MESSAGE_BYTES
     prepared: dict = field(default_factory=dict)
     kept: dict = field(default_factory=dict)
+    unlinked: str = ""
     flying: set = field(default_factory=set)
     _left_in: int = 0
     _side: dict[int, torch.Stream] = field(default_factory=dict)

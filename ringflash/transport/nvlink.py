@@ -1,7 +1,7 @@
 """NVLink transport: copy engines pull other ranks' blocks, and one launch attends them while they arrive.
 
 A rank publishes its block by copying it, key head by key head, to memory that the others can read; all meet; then each has its
-copy engines pull what it needs, on a stream of their own, first of a quarter of the heads, and counts the heads of each piece
+copy engines pull what it needs, on a stream of their own, first of half of the heads, and counts the heads of each piece
 in by a word that the stream writes behind it. The kernel waits for a head's word where it first needs that head.
 
 The invariant that keeps a waiting kernel from waiting for ever: when it is launched, all that it waits for has been published,
@@ -33,9 +33,11 @@ from torch import Tensor
 from ringflash.transport import symmetric
 from ringflash.transport.blocks import Hops, Moving, Pair, Parts, Ready, Shapes, Shared
 from ringflash.transport.communicator import Communicator, ExchangeError
+from ringflash.transport.publishing import Target, publish, target
 
 LEAST_PIECE = 2 << 20  # bytes: below this a copy is mostly latency
 MOST_WAYS = 64  # kept for calls with shapes that have been seen
+_BEFORE = "run forward and backward once with these shapes before the capture"
 _BLOCKS, _GRADS, _END = range(3)  # meetings that may be under way at the same time
 
 
@@ -77,25 +79,18 @@ class Link(Protocol):
 
 
 def pieces(nheads: int, bytes_per_head: int) -> list[tuple[int, int]]:
-    """[begin, end) of the key heads that are copied together: a quarter of them first (and LEAST_PIECE bytes), then the rest.
+    """[begin, end) of the key heads that are copied together: half of them first (and LEAST_PIECE bytes), then the rest.
 
-    A kernel begins with its own block and with the first quarter of the heads; the rest arrives before it gets there.
+    A kernel begins with its own block and with the first half of the heads; the rest arrives before it gets there.
     """
-    first = min(nheads, max(-(-nheads // 4), -(-LEAST_PIECE // max(bytes_per_head, 1))))
+    first = min(nheads, max(-(-nheads // 2), -(-LEAST_PIECE // max(bytes_per_head, 1))))
     return [(begin, end) for begin, end in ((0, first), (first, nheads)) if begin < end]
-
-
-class _Target(NamedTuple):
-    """Where the own k or v goes: as it is, and in elements of 16 bytes, or None where rows do not allow these."""
-
-    plain: Tensor
-    wide: Tensor | None
 
 
 class _Way(NamedTuple):
     """What is alike in all calls with the same shapes: the views of buffers between which blocks move."""
 
-    publish: tuple[_Target, ...]  # where the own k and v go
+    publish: Target
     copies: tuple[tuple[Tensor, Tensor, int, int], ...]  # (to, from, block, how many of its heads have arrived then)
     blocks: dict[int, Pair]
     ready: dict[int, Ready]
@@ -129,8 +124,24 @@ class NVLink:
 
     @functools.cached_property
     def _link(self) -> Link:
-        """Made in the first call that moves anything, where all ranks meet, agreed on their options."""
+        """Made where all ranks meet, agreed on their options."""
         return self._connect(self._comm)
+
+    @property
+    def linked(self) -> bool:
+        """Whether the memory that all ranks share was found."""
+        return "_link" in vars(self)
+
+    def connect(self) -> str:
+        """Look for that memory: "", or, on all ranks, why there is none. A collective.
+
+        Raises RuntimeError while a graph is captured.
+        """
+        try:
+            _ = self._link
+        except NotImplementedError as error:
+            return str(error)
+        return ""
 
     @functools.cached_property
     def _late(self) -> Tensor:
@@ -148,7 +159,7 @@ class NVLink:
         """Bring blocks, whose heads are counted in, or take dK and dV home.
 
         Raises ExchangeError where a kernel of an earlier call gave up waiting for a block, RuntimeError where a graph's capture
-        would have to make buffers, and NotImplementedError, on all ranks, where their GPUs do not read each other's memory.
+        would have to make buffers.
         """
         assert not outer
         self._link.follow()
@@ -173,7 +184,7 @@ class NVLink:
         """Leave the reason; the others' meeting ends in the group's timeout. A later call comes behind what is under way."""
         self._comm.leave_word(error)
         with suppress(RuntimeError):  # of a GPU that is lost; the error itself must be seen
-            if "_link" in vars(self) and not self._link.captured:
+            if self.linked and not self._link.captured:
                 self._link.rejoin()
 
     def _bring(self, hops: Hops, own: Parts, shapes: Shapes, *, grads: bool) -> Moving:
@@ -189,8 +200,7 @@ class NVLink:
         if captured:
             self._in_graphs.append((self._published, self._gathered, self._arrived, self._partials, self._home))
             self._link.meet(_END)
-        for target, x in zip(way.publish, own, strict=True):
-            _copy(target, x)
+        publish(way.publish, *own)
         if captured or not self._none_counted:
             self._arrived.zero_()
         self._none_counted = False
@@ -220,9 +230,8 @@ class NVLink:
             for begin, end in pieces(nheads, shapes.block_bytes // max(nheads, 1))
             for block, into in here.items()
         ]
-        publish = _pair(_by_head(published.mine, shapes, own), shapes, own)
         return _Way(
-            tuple(map(_target, publish)),
+            target(*_pair(_by_head(published.mine, shapes, own), shapes, own)),
             tuple(copies),
             {block: _pair(heads, shapes, block) for block, heads in here.items()},
             {block: Ready(self._arrived[block : block + 1], self._late[block : block + 1]) for block in here},
@@ -286,10 +295,7 @@ class NVLink:
 
     def _shared(self, nbytes: int) -> Shared:
         if self._link.captured:
-            raise RuntimeError(
-                "transport='nvlink' cannot make its buffers while a CUDA graph is captured: run forward and backward once "
-                "with these shapes before the capture"
-            )
+            raise RuntimeError(f"transport='nvlink' cannot make its buffers while a CUDA graph is captured: {_BEFORE}")
         return self._link.shared(nbytes)
 
     def _local(self, nbytes: int) -> Tensor:
@@ -324,30 +330,6 @@ def _likeness(shapes: Shapes) -> tuple[Hashable, ...]:
     return k.shape, v.shape, k.dtype, shapes.lengths
 
 
-def _target(x: Tensor) -> _Target:
-    wide = x.numel() > 0 and x.shape[-1] * x.element_size() % 16 == 0 and _aligned(x)
-    return _Target(x, x.view(torch.complex128) if wide else None)
-
-
-def _copy(target: _Target, x: Tensor) -> None:
-    """16 bytes at a time where rows allow it: torch copies what lies in another order element by element."""
-    if target.wide is not None and _aligned(x):
-        target.wide.copy_(x.view(torch.complex128))
-    else:
-        target.plain.copy_(x)
-
-
-def _aligned(x: Tensor) -> bool:
-    """Whether all rows begin at multiples of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and _steps_are_wide(x.stride(), x.storage_offset(), x.element_size())
-
-
-@functools.lru_cache(maxsize=256)
-def _steps_are_wide(strides: tuple[int, ...], offset: int, itemsize: int) -> bool:
-    """Whether elements of 16 bytes can be counted so; those of a row must lie side by side."""
-    return strides[-1] == 1 and all(n * itemsize % 16 == 0 for n in (*strides[:-1], offset))
-
-
 class _Joining:
     """The end of what the transfers' own stream was given so far."""
 
@@ -367,7 +349,9 @@ def nvlink(comm: Communicator) -> NVLink:
 
 
 def _connected(comm: Communicator) -> Link:
-    """Memory that the GPUs of all ranks share, tried out. A collective."""
+    """Memory that the GPUs of all ranks share, tried out; NotImplementedError, on all, where there is none. A collective."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"the ranks' GPUs cannot be connected while a CUDA graph is captured: {_BEFORE}")
     group, link, reason = comm.group_for("cuda"), None, b""
     timeout = comm.timeout(torch.device("cuda", torch.cuda.current_device())) or datetime.timedelta(minutes=10)
     try:
@@ -377,7 +361,5 @@ def _connected(comm: Communicator) -> Link:
     reasons = {rank: told.decode(errors="replace") for rank, told in enumerate(comm.gather_bytes(reason)) if told}
     if link is None or reasons:
         told = "; ".join(f"rank {rank}: {why}" for rank, why in reasons.items())
-        raise NotImplementedError(
-            f"transport='nvlink' found no memory that all ranks' GPUs share ({told}); use transport='p2p'"
-        )
+        raise NotImplementedError(told)
     return link
