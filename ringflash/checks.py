@@ -82,44 +82,50 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, *, meta: bool = False) -> None:
             found = "a nested tensor" if x.is_nested else f"{name}.layout={x.layout}"
             raise TypeError(f"{name} must be a dense strided tensor: {found}; pack sequences and pass rf.Mask(documents=...)")
         if x.dim() != 4:
-            raise ValueError(f"{name} must be (batch, seqlen, nheads, headdim): {name}.shape={tuple(x.shape)}")
+            found = f"{name}.shape={tuple(x.shape)}"
+            raise ValueError(f"{name} must be (batch, seqlen, nheads, headdim): {found}; unflatten or unsqueeze it to that")
         if x.dtype not in DTYPES:
-            raise TypeError(f"{name} must be float32, float16 or bfloat16: {name}.dtype={x.dtype}")
+            raise TypeError(f"{name} must be float32, float16 or bfloat16: {name}.dtype={x.dtype}; cast it to one of them")
         if x.device.type not in ("cpu", "cuda") and not (meta and x.device.type == "meta"):
-            hint = "; rf.explain takes meta tensors" if x.device.type == "meta" else ""
+            hint = "; rf.explain takes meta tensors" if x.device.type == "meta" else "; move it there"
             raise ValueError(f"{name} must be on a CPU or a CUDA GPU: {name}.device={x.device}{hint}")
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         here = f"current cuda:{torch.cuda.current_device()}"
         raise ValueError(f"q, k and v must be on the current GPU: q.device={q.device}, {here}; call torch.cuda.set_device")
-    for what in ("dtype", "device"):
+    for what, way_out in (("dtype", "cast them to one"), ("device", "move them to one")):
         if len({getattr(x, what) for x in named.values()}) > 1:
             found = ", ".join(f"{name}.{what}={getattr(x, what)}" for name, x in named.items())
-            raise ValueError(f"q, k and v must have one {what}: {found}")
+            raise ValueError(f"q, k and v must have one {what}: {found}; {way_out}")
     _shapes(q, k, v)
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q.shape={tuple(q.shape)}, k.shape={tuple(k.shape)}, v.shape={tuple(v.shape)}"
     if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k and v must have one batch size: {shapes}")
+        raise ValueError(f"q, k and v must have one batch size: {shapes}; pass the same sequences in each")
     if k.shape[1:3] != v.shape[1:3]:
-        raise ValueError(f"k and v must have the same seqlen_k and nheads_k: {shapes}")
+        raise ValueError(f"k and v must have the same seqlen_k and nheads_k: {shapes}; pass the same tokens and heads of both")
     if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have the same headdim: {shapes}")
+        raise ValueError(f"q and k must have the same headdim: {shapes}; only v may have another")
     for name, headdim in (("headdim", q.shape[3]), ("headdim_v", v.shape[3])):
         if not 1 <= headdim <= MAX_HEADDIM:
-            raise ValueError(f"{name} must be in 1 ... {MAX_HEADDIM}: {name}={headdim}; {shapes}")
+            raise ValueError(f"{name} must be in 1 ... {MAX_HEADDIM}: {name}={headdim}, {shapes}; use more, smaller heads")
     if q.shape[2] < 1 or k.shape[2] < 1:
-        raise ValueError(f"nheads_q and nheads_k must be at least 1: {shapes}")
+        raise ValueError(f"nheads_q and nheads_k must be at least 1: {shapes}; pass no tensor without heads")
     if q.shape[2] % k.shape[2]:
-        raise ValueError(f"nheads_q must be a multiple of nheads_k: nheads_q={q.shape[2]}, nheads_k={k.shape[2]}")
+        raise ValueError(
+            f"nheads_q must be a multiple of nheads_k: nheads_q={q.shape[2]}, nheads_k={k.shape[2]}; repeat heads of k and v "
+            "until each serves as many of q"
+        )
 
 
 def shards(q: Tensor, k: Tensor, call: Call, *, rank: int, size: int) -> None:
     """Layouts and mask against the local tensors and the ring's size."""
     for name, layout in (("layout", call.layout), ("kv_layout", call.kv_layout)):
         if layout.size != size:
-            raise ValueError(f"{name} must be for this ring's size: {name}.size={layout.size}, ring size {size}")
+            raise ValueError(
+                f"{name} must be for this ring's size: {name}.size={layout.size}, ring size {size}; make one with size={size}"
+            )
     _length("q", q, call.layout, rank, "shard with the same layout")
     _length("k", k, call.kv_layout, rank, "pass kv_layout= where keys lie otherwise than queries")
     call.mask.check_seqlen(max(call.layout.end, call.kv_layout.end))
@@ -129,7 +135,9 @@ def shards(q: Tensor, k: Tensor, call: Call, *, rank: int, size: int) -> None:
 def _document_rows(mask: Mask, batch: int, found: str) -> None:
     """Documents against the batch: one list for all rows, or one for each."""
     if mask.batch not in (None, batch):
-        raise ValueError(f"documents must be one list, or one per batch row: {mask.batch} lists, {found}")
+        raise ValueError(
+            f"documents must be one list, or one per batch row: {mask.batch} lists, {found}; one list serves all rows"
+        )
 
 
 def _length(name: str, x: Tensor, layout: Layout, rank: int, way_out: str) -> None:
@@ -150,7 +158,9 @@ def scale(value: object, headdim: int) -> float:
     if value is None:
         return headdim**-0.5
     if isinstance(value, bool) or not isinstance(value, float | int) or not abs(value) <= MAX_SCALE:
-        raise ValueError(f"scale must be a finite number of at most {MAX_SCALE:g}: scale={value!r:.120}")
+        raise ValueError(
+            f"scale must be a finite number of at most {MAX_SCALE:g}: scale={value!r:.120}; None is headdim ** -0.5"
+        )
     return float(value)
 
 

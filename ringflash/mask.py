@@ -73,7 +73,7 @@ class Mask:
             raise TypeError(f"prefix must be a number of keys: prefix={self.prefix!r}")
         object.__setattr__(self, "prefix", prefix)
         if prefix < 0:
-            raise ValueError(f"prefix must not be negative: prefix={self.prefix}")
+            raise ValueError(f"prefix must not be negative: prefix={self.prefix}; None is no prefix")
         if self.documents is not None:
             raise ValueError("prefix and documents contradict: the first keys cannot be visible across documents; drop one")
         if left is not None:
@@ -197,5 +197,6 @@ def _one_row(row: object, name: str) -> tuple[int, ...]:
         raise ValueError(f"{name} must start at 0: {name}[0]={row[0]}; pass cumulative lengths (0, len0, len0+len1, ...)")
     for i in range(1, len(row)):
         if row[i] < row[i - 1]:
-            raise ValueError(f"{name} must be ascending: entry {i - 1} is {row[i - 1]}, entry {i} is {row[i]}")
+            found = f"entry {i - 1} is {row[i - 1]}, entry {i} is {row[i]}"
+            raise ValueError(f"{name} must be ascending: {found}; pass cumulative lengths (0, len0, len0+len1, ...)")
     return tuple(row)
