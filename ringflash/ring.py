@@ -82,10 +82,10 @@ class Ring:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, parts: bool = False
     ) -> tuple[Tensor, Pair]:
-        """float32 dq and (dk, dv) of this rank's tokens: the gradient of the sum over ranks of their local losses.
+        """dq and (dk, dv) of this rank's tokens: the gradient of the sum over ranks of their local losses.
 
-        dk and dv are float32 where this rank sends or receives gradients, or where the caller will add to them (`parts`), of
-        k's and v's dtype otherwise: rounded once anyway.
+        float32, or of q's, k's and v's dtype where what is last written of them can be rounded as it is written: once anyway,
+        and not where the caller will add to dk and dv (`parts`).
         A tile that makes dQ and dK/dV apart makes first, of the own block, what stays, while the first blocks arrive, and last
         what travels, while the other ranks' comes home: one float32 block less is held meanwhile.
         """
@@ -105,7 +105,7 @@ class Ring:
                 self._add_gradients(stays.parts, here, moving, turn.attend, away, _Rooms([grads], turn is not started))
             if apart and turn is closing:
                 self._add_gradients(stays.parts, here, moving, own, here.rooms(own), None)
-            here.land(moving, turn)
+            here.land(moving, turn, None if parts or turn is not closing else q.dtype)
         home = here.grads[self.rank]
         (dq,), (dk, dv) = (home, grads) if course.rows else (grads, home)
         return dq, (dk, dv)
@@ -235,22 +235,31 @@ class _Held:
             return Moving({}, [], Nothing(), {})
         return self._transport.move(hops, self._held, self._partial, shapes=self._shapes, outer=outer)
 
-    def land(self, moving: Moving, turn: Turn) -> None:
-        """End a turn: take over what arrived, add partial gradients to what is here, drop blocks that have no more use."""
-        self._take(moving)
-        for _ in range(turn.lands):
-            self._take(self._flying.popleft())
+    def land(self, moving: Moving, turn: Turn, dtype: torch.dtype | None = None) -> None:
+        """End a turn: take over what arrived, add partial gradients to what is here, drop blocks that have no more use.
+
+        dtype: what the last sum of the own block's gradients is rounded to.
+        """
+        landing = [moving, *(self._flying.popleft() for _ in range(turn.lands))]
+        for arrived in landing:
+            self._take(arrived, dtype if arrived is landing[-1] else None)
         for block in turn.drop:
             del self._held[block]
 
-    def _take(self, arrived: Moving) -> None:
+    def _take(self, arrived: Moving, dtype: torch.dtype | None) -> None:
         arrived.pending.wait()
         self._held.update(arrived.blocks)
         while arrived.grads and self._partial is not None:
             block, grads = arrived.grads.pop()
-            self._partial[block] = _add(self._partial.get(block), grads)
+            last = dtype if block == self._rank and not arrived.grads else None
+            self._partial[block] = _add(self._partial.get(block), grads, last)
         arrived.blocks.clear()
 
 
-def _add(into: Parts | None, grads: Parts) -> Parts:
-    return grads if into is None else tuple(x.add_(y) for x, y in zip(into, grads, strict=True))
+def _add(into: Parts | None, grads: Parts, dtype: torch.dtype | None) -> Parts:
+    """The sums, in place of the first unless they are to have another dtype."""
+    if into is None:
+        return grads
+    if dtype in (None, into[0].dtype):
+        return tuple(x.add_(y) for x, y in zip(into, grads, strict=True))
+    return tuple(torch.add(x, y, out=torch.empty_like(x, dtype=dtype)) for x, y in zip(into, grads, strict=True))

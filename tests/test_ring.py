@@ -2,6 +2,7 @@
 
 import random
 from typing import Any
+from unittest import mock
 
 import oracle
 import pytest
@@ -28,6 +29,7 @@ from ring_cases import (
 from ring_traffic import count_sends, most_blocks, needs_of
 
 import ringflash as rf
+from ringflash.ring import Ring
 from ringflash.transport.blocks import Shapes
 
 
@@ -70,6 +72,27 @@ def test_gradients_that_nothing_is_added_to_are_rounded_by_the_tile(monkeypatch:
     monkeypatch.setattr(Shapes, "empty", watch)
     run_cases([Case(rf.Mask(causal=True), 33, dtype=torch.bfloat16)])
     assert [x.dtype for pair in made for x in pair] == [torch.bfloat16] * 2
+
+
+def dtypes_of_gradients(case: Case) -> list[torch.dtype]:
+    """What the ring gives the autograd function, dk and dv last."""
+    found, backward = [], Ring.backward
+
+    def watch(self: Ring, *args: Any, **kwargs: Any) -> Any:
+        dq, pair = backward(self, *args, **kwargs)
+        found.extend(x.dtype for x in (dq, *pair))
+        return dq, pair
+
+    with mock.patch.object(Ring, "backward", watch):
+        run_cases([case])
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_are_rounded_as_they_are_last_added(pools: Pools, size: int, schedule: str) -> None:
+    case = Case(rf.Mask(causal=True), 33, "zigzag", schedule=schedule, dtype=torch.bfloat16)
+    assert pools.run(size, dtypes_of_gradients, case) == [[torch.float32, torch.bfloat16, torch.bfloat16]] * size
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
