@@ -248,6 +248,9 @@ def _delta_kernel(dout_ptr, dout_strides, out_ptr, out_strides, dlse_ptr, delta_
     tl.store(delta_ptr + at, delta, mask=valid)
 
 
+_launch_delta = portable.Launcher(_delta_kernel, enable_fp_fusion=True)
+
+
 def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     """rowsum(dout * out) - dlse, float32 (batch, nheads_q, seqlen_q): what backward subtracts from dP.
 
@@ -261,12 +264,14 @@ def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     rows = result if dlse is None else dlse.float().contiguous()
     align = portable.alignment((dout, out)) if dout.dtype == out.dtype else 1
     block = 64
+    known = (dlse is not None, align, block, headdim_v, config.padded(headdim_v))  # the constexprs
+    args = (
+        dout, portable.strides_of(dout, False, align), out, portable.strides_of(out, False, align), rows, result,
+        portable.encode(seqlen_q, nheads_q), *known,
+    )  # fmt: skip
     with portable.guard(out.device):
-        _delta_kernel[(triton.cdiv(seqlen_q, block) * batch * nheads_q,)](  # pyright: ignore[reportIndexIssue]
-            dout, portable.strides_of(dout, False, align), out, portable.strides_of(out, False, align), rows, result,
-            portable.encode(seqlen_q, nheads_q), HAS_DLSE=dlse is not None, ALIGN=align, BLOCK_Q=block, HEADDIM_V=headdim_v,
-            HEADDIM_V_PAD=config.padded(headdim_v), enable_fp_fusion=True,
-        )  # fmt: skip
+        grid = triton.cdiv(seqlen_q, block) * batch * nheads_q
+        _launch_delta(grid, args, key=(dout.dtype, out.dtype, known), pointers=(dout, out, rows, result))
     return result
 
 

@@ -19,6 +19,32 @@ MAX_SEGMENTS = 8
 CACHE_BYTES = 32 << 20
 
 
+class Launcher:
+    """A kernel's launches without Triton's binding of arguments, which takes the host longer than a short kernel runs.
+
+    What a kernel was compiled for is told by a key; arguments that are pointers count as aligned to 16 bytes or not. So other
+    arguments than pointers must be floats, of `encode`, or said by the key.
+    """
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self._kernel, self._options = kernel, options
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, grid: int, args: Sequence[Any], *, key: Any, pointers: Sequence[Tensor]) -> None:
+        """Launch on the current device, which is that of the first pointer, and stream, with all the kernel's arguments in
+        their order.
+        """
+        aligned = tuple([x.data_ptr() % 16 == 0 for x in pointers])
+        key = (key, aligned, pointers[0].device)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[(grid, 1, 1)](*args)
+            return
+        compiled = self._kernel[(grid,)](*args, **self._options)  # None: the interpreter compiles nothing
+        if not torch.version.hip:  # where it also counts how large the memory behind a pointer is
+            self._compiled[key] = compiled
+
+
 class Options(NamedTuple):
     """What a benchmark varies (None is the library's own choice), and whether the forward's key blocks lie at fixed places."""
 

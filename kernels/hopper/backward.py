@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringflash.kernels import backward as plain
@@ -21,7 +20,7 @@ from ringflash.kernels.reference import LOG2E, Segment, clear
 _NEVER = tl.constexpr(1 << 30)  # past every row
 _LOG2E = tl.constexpr(LOG2E)
 
-_launcher = host.Launcher(backward_kernel.kernel)
+_launcher = portable.Launcher(backward_kernel.kernel, **host.LAUNCH)
 
 # Heads are walked together while their queries and dO fit in so much; more than the cache, since programs walk the same rows.
 CACHE_BYTES = 64 << 20
@@ -128,6 +127,9 @@ def _prepare(lse_ptr, delta_ptr, stats_ptr, begins, ends, strides, waits, readys
         tl.store(dq_ptr + at, tl.zeros([CLEARED], tl.float32), mask=at < blocks.size(sizes[6]) * 64)
 
 
+_launch_prepare = portable.Launcher(_prepare, num_warps=4)
+
+
 @triton.jit
 def _order(records_ptr, table_ptr, key_blocks, sizes, SEGMENTS: tl.constexpr, BLOCK_Q: tl.constexpr):
     """In which order key blocks add to a tile of rows: block j of a segment comes after table[segment, tile] + ORDER of j.
@@ -193,12 +195,17 @@ def backward(
         if not add:
             clear(dkv)
         return None
-    constants = replace(config.BACKWARD[q.shape[3]], FOLD=q.dtype == torch.bfloat16, DETERMINISTIC=deterministic)
+    constants = _constants(q.shape[3], q.dtype, deterministic)
     dout, q = host.loadable(dout), host.loadable(q)
     for i in range(0, len(pairs), portable.MAX_SEGMENTS):
         part, into = zip(*pairs[i : i + portable.MAX_SEGMENTS], strict=True)
         _one_launch(dout, q, part, (lse, delta), scale, dq, into, constants, (add, add_dq or i > 0))
     return None
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(headdim: int, dtype: torch.dtype, deterministic: bool) -> config.Backward:
+    return replace(config.BACKWARD[headdim], FOLD=dtype == torch.bfloat16, DETERMINISTIC=deterministic)
 
 
 def _one_launch(dout: Tensor, q: Tensor, segments: Sequence[Segment], stats: tuple[Tensor, Tensor], scale: float, dq: Tensor,
@@ -280,17 +287,21 @@ def _prepared(
     numbers = torch.empty(records * (32 + 2 * BLOCK_K) + _COUNTERS, dtype=torch.int32, device=lse.device)
     rows = torch.empty(batch * nheads_q * 2 * padded, dtype=torch.float32, device=lse.device)
     counter, table, spans = numbers.split([_COUNTERS, 32 * records, 2 * BLOCK_K * records])
-    _prepare[(records + stretches + cleared,)](  # pyright: ignore[reportIndexIssue]
-        lse, delta, rows, begins, ends, strides, portable.encode(waits)[0], readys, lates,
-        portable.encode(*(segment.k.shape[1] for segment in segments)), counter, table, spans,
-        rows if new_dq is None else new_dq, portable.encode(seqlen_q, padded, 1 << (seqlen_q.bit_length() - 1), key_blocks,
-        records, records + stretches, 0 if new_dq is None else new_dq.numel() // 64), factor,
-        SEGMENTS=len(segments), UNIT=c.BLOCK_Q if c.DETERMINISTIC else 4, BLOCK_Q=c.BLOCK_Q, BLOCK_K=BLOCK_K,
-        STRETCH=_STRETCH, CLEARED=_CLEARED, COUNTERS=_COUNTERS, num_warps=4,
+    known = (len(segments), c.BLOCK_Q if c.DETERMINISTIC else 4, c.BLOCK_Q, BLOCK_K, _STRETCH, _CLEARED, _COUNTERS)
+    to_clear = rows if new_dq is None else new_dq
+    sizes = portable.encode(
+        seqlen_q, padded, 1 << (seqlen_q.bit_length() - 1), key_blocks, records, records + stretches,
+        0 if new_dq is None else new_dq.numel() // 64,
     )  # fmt: skip
+    args = (
+        lse, delta, rows, begins, ends, strides, portable.encode(waits)[0], readys, lates,
+        portable.encode(*[segment.k.shape[1] for segment in segments]), counter, table, spans, to_clear, sizes, factor, *known,
+    )  # fmt: skip
+    pointers = (lse, delta, rows, *begins, *ends, *readys, *lates, counter, table, spans, to_clear)
+    _launch_prepare(records + stretches + cleared, args, key=known, pointers=pointers)
     return (
-        TensorDescriptor(rows, [batch * nheads_q, 2, padded], [2 * padded, padded, 1], [1, 2, c.BLOCK_Q], _FLAT[3]),
-        TensorDescriptor(spans, [records, 2 * BLOCK_K], [2 * BLOCK_K, 1], [1, 2 * BLOCK_K], _FLAT[2]),
+        host.describe_as(rows, (batch * nheads_q, 2, padded), (1, 2, c.BLOCK_Q)),
+        host.describe_as(spans, (records, 2 * BLOCK_K), (1, 2 * BLOCK_K)),
         table.view(records, 32),
         counter,
     )
@@ -307,9 +318,6 @@ def _turns(segments: Sequence[Segment], records: Tensor, rows: tuple[int, int], 
         SEGMENTS=len(segments), BLOCK_Q=c.BLOCK_Q, num_warps=4,
     )  # fmt: skip
     return turns
-
-
-_FLAT = {rank: gl.NVMMASharedLayout(0, 32, rank=rank) for rank in (2, 3)}
 
 
 def sources() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, Any]]]:
@@ -333,8 +341,8 @@ def _signature(c: config.Backward, dtype: torch.dtype, of_keys: torch.dtype) -> 
         "q_desc": rows,
         "dout_desc": rows,
         "dq_desc": host.descriptor_type(64, 64, torch.float32),
-        "stats_desc": f"tensordesc<fp32[1, 2, {c.BLOCK_Q}],{_FLAT[3]!r}>",
-        "spans_desc": f"tensordesc<i32[1, {2 * BLOCK_K}],{_FLAT[2]!r}>",
+        "stats_desc": f"tensordesc<fp32[1, 2, {c.BLOCK_Q}],{host.FLAT[3]!r}>",
+        "spans_desc": f"tensordesc<i32[1, {2 * BLOCK_K}],{host.FLAT[2]!r}>",
     }
     signature |= slots
     signature |= dict.fromkeys(("dks", "dvs"), (gradient,) * c.SEGMENTS)

@@ -13,7 +13,7 @@ from ringflash.kernels import portable
 from ringflash.kernels.hopper import config, forward_kernel, host
 from ringflash.kernels.reference import LOG2E, Segment, State
 
-_launcher = host.Launcher(forward_kernel.kernel)
+_launcher = portable.Launcher(forward_kernel.kernel, **host.LAUNCH)
 
 # How many items a program takes at most, and where keys are few: as many (up to config's ITEMS) as see so many keys in all.
 _ITEMS, _KEYS_AT_ONCE = 4, 1 << 17

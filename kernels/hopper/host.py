@@ -20,6 +20,7 @@ _FOREVER_NS = 1 << 58
 # A launch: 4 warps of the default partition; 168 registers for each of the 12 that there are in the end.
 LAUNCH = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
 
+FLAT = {rank: gl.NVMMASharedLayout(0, 32, rank=rank) for rank in (2, 3)}  # vectors, as they are
 ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -58,8 +59,17 @@ def describe(x: Tensor, rows: int, headdim: int) -> TensorDescriptor:
     """Descriptor of x (batch, seqlen, nheads, headdim), read or written `rows` rows of one head at a time; columns past x's
     are zero.
     """
+    return _made(x, _description(x.shape, x.stride(), x.dtype, rows, headdim))
+
+
+def describe_as(x: Tensor, shape: tuple[int, ...], block: tuple[int, ...]) -> TensorDescriptor:
+    """Descriptor of contiguous x as of that shape, read a block at a time, which lies in shared memory as it is."""
+    return _made(x, _flat_description(x.dtype, shape, block))
+
+
+def _made(x: Tensor, description: dict[str, Any]) -> TensorDescriptor:
     made = object.__new__(TensorDescriptor)  # its own checks, which take the host as long as all the rest, are made once
-    made.__dict__ = {**_description(x.shape, x.stride(), x.dtype, rows, headdim), "base": x}
+    made.__dict__ = {**description, "base": x}
     return made
 
 
@@ -73,25 +83,10 @@ def _description(
     return vars(TensorDescriptor(like, list(shape), [*steps, 1], [1, rows, 1, headdim], layout(rows, headdim, dtype)))
 
 
-class Launcher:
-    """A kernel's launches without Triton's binding of arguments, which takes the host longer than a short kernel runs.
-
-    What a kernel was compiled for is told by a key; arguments that are pointers count as aligned to 16 bytes or not.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self._compiled: dict[Any, Any] = {}
-
-    def __call__(self, grid: int, args: Sequence[Any], *, key: Any, pointers: Sequence[Tensor]) -> None:
-        """Launch on the current device and stream, with all the kernel's arguments in their order."""
-        aligned = tuple([x.data_ptr() % 16 == 0 for x in pointers])
-        key = (key, aligned, torch.cuda.current_device())
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = self._kernel[(grid,)](*args, **LAUNCH)
-        else:
-            compiled[(grid, 1, 1)](*args)
+@functools.lru_cache(maxsize=256)
+def _flat_description(dtype: torch.dtype, shape: tuple[int, ...], block: tuple[int, ...]) -> dict[str, Any]:
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    return vars(TensorDescriptor(like, list(shape), list(like.stride()), list(block), FLAT[len(shape)]))
 
 
 @functools.lru_cache(maxsize=64)
