@@ -14,6 +14,7 @@ from gpu_cases import case, check, ring_of, unchecked
 from torch.profiler import ProfilerActivity, profile
 
 from ringflash.launch.bootstrap import Session
+from ringflash.transport import nvlink
 from ringflash.transport.symmetric import Symmetric
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +60,8 @@ def same(found: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     assert len(set(map(tuple, ours))) == len(found)
 
 
-def test_many_heads_arrive_in_pieces(session: Session) -> None:
+def test_many_heads_arrive_in_pieces(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvlink, "FIRST_PIECE", 1 << 20)
     check(session, case(heads=(16, 16), headdims=(128, 128), seqlen=4096, transport="nvlink"))
 
 

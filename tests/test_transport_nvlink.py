@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringflash.transport import nvlink as module
 from ringflash.transport.blocks import Hops, Moving, Pair, Shapes, Shared
 from ringflash.transport.communicator import Communicator, ExchangeError, communicator
-from ringflash.transport.nvlink import LEAST_PIECE, NVLink, nvlink, pieces
+from ringflash.transport.nvlink import FIRST_PIECE, NVLink, nvlink, pieces
 
 BLOCKS, GRADS, END = range(3)
 
@@ -28,16 +28,15 @@ BLOCKS, GRADS, END = range(3)
 # Pieces
 
 
-@given(st.integers(0, 300), st.integers(0, 2 * LEAST_PIECE))
+@given(st.integers(0, 300), st.integers(0, 2 * FIRST_PIECE))
 def test_pieces_cover_the_heads_once(nheads: int, bytes_per_head: int) -> None:
     found = pieces(nheads, bytes_per_head)
     assert [head for begin, end in found for head in range(begin, end)] == list(range(nheads))
-    assert len(found) <= 2
-    if len(found) == 2:
+    assert all(end == 2 * begin for begin, end in found[1:-1]), "as much as all before"
+    assert all(end <= 2 * begin for begin, end in found[1:])
+    if len(found) > 1:
         first = found[0][1]
-        assert first >= nheads / 2
-        assert first * bytes_per_head >= LEAST_PIECE
-        assert first == -(-nheads // 2) or (first - 1) * bytes_per_head < LEAST_PIECE, "no more than it has to be"
+        assert first == 1 or first * bytes_per_head <= FIRST_PIECE < (first + 1) * bytes_per_head
 
 
 # What arrives
@@ -242,8 +241,8 @@ class Alone:
 
 
 def arriving(published: int) -> list[tuple]:
-    """Blocks 1 and 2 in two pieces, each counted behind its copy."""
-    heads = [(1, 2), (2, 2), (1, 4), (2, 4)]
+    """Blocks 1 and 2 in three pieces, each counted behind its copy."""
+    heads = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4)]
     return [x for block, n in heads for x in (("copy", (published, block), None), ("count", block, n))]
 
 
@@ -257,7 +256,7 @@ def calling(published: int, *zero: tuple) -> list[tuple]:
 
 
 def test_a_block_is_published_then_all_meet_then_copies_are_made_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEAST_PIECE", 1)
+    monkeypatch.setattr(module, "FIRST_PIECE", 1)
     alone = Alone()
     bytes_ = Shapes(CALL.own(0), CALL.lengths).block_bytes
     assert alone.noted(alone.bring) == [("follow",), ("make", bytes_), ("make", bytes_), *calling(0)]
@@ -287,7 +286,7 @@ def test_a_rank_that_needs_nothing_and_gives_nothing_meets_the_others() -> None:
 
 def test_a_captured_call_begins_and_ends_with_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its replays publish to one and the same block, whichever the call before or behind them uses."""
-    monkeypatch.setattr(module, "LEAST_PIECE", 1)
+    monkeypatch.setattr(module, "FIRST_PIECE", 1)
     alone = Alone()
     alone.bring().pending.wait()
     alone.link.captured = True

@@ -12,7 +12,7 @@ from torch import Tensor
 from ringflash.transport import nvlink as module
 from ringflash.transport.blocks import Shapes
 from ringflash.transport.communicator import Communicator, ExchangeError
-from ringflash.transport.nvlink import LEAST_PIECE, NVLink, nvlink
+from ringflash.transport.nvlink import FIRST_PIECE, NVLink, nvlink
 
 
 def test_a_capture_makes_no_buffers() -> None:
@@ -82,7 +82,7 @@ def test_what_larger_buffers_replace_is_kept_for_graphs_alone(captured: bool) ->
 
 def test_a_small_block_in_large_buffers_comes_in_one_piece() -> None:
     alone = Alone()
-    alone.bring(replace(CALL, lengths=(5, LEAST_PIECE // 50, 4)))
+    alone.bring(replace(CALL, lengths=(5, FIRST_PIECE // 400, 4)))
     counts = [x for x in alone.noted(alone.bring) if x[0] == "count"]
     assert counts == [("count", 1, 4), ("count", 2, 4)]
 

@@ -1,7 +1,7 @@
 """NVLink transport: copy engines pull other ranks' blocks, and one launch attends them while they arrive.
 
 A rank publishes its block by copying it, key head by key head, to memory that the others can read; all meet; then each has its
-copy engines pull what it needs, on a stream of their own, first of half of the heads, and counts the heads of each piece
+copy engines pull what it needs, on a stream of their own, a few heads first, and counts the heads of each piece
 in by a word that the stream writes behind it. The kernel waits for a head's word where it first needs that head.
 
 The invariant that keeps a waiting kernel from waiting for ever: when it is launched, all that it waits for has been published,
@@ -35,7 +35,7 @@ from ringflash.transport.blocks import Hops, Moving, Pair, Parts, Ready, Shapes,
 from ringflash.transport.communicator import Communicator, ExchangeError
 from ringflash.transport.publishing import Target, publish, target
 
-LEAST_PIECE = 2 << 20  # bytes: below this a copy is mostly latency
+FIRST_PIECE = 16 << 20  # bytes: some 50 us, in which a kernel attends what it has; each more is two calls of the host
 MOST_WAYS = 64  # kept for calls with shapes that have been seen
 _BEFORE = "run forward and backward once with these shapes before the capture"
 _BLOCKS, _GRADS, _END = range(3)  # meetings that may be under way at the same time
@@ -79,12 +79,16 @@ class Link(Protocol):
 
 
 def pieces(nheads: int, bytes_per_head: int) -> list[tuple[int, int]]:
-    """[begin, end) of the key heads that are copied together: half of them first (and LEAST_PIECE bytes), then the rest.
+    """[begin, end) of the key heads that are copied together: FIRST_PIECE bytes or one head, then as much again each time.
 
-    A kernel begins with its own block and with the first half of the heads; the rest arrives before it gets there.
+    A kernel begins with the first heads, which should not be long in coming; it is slower than the copies, so that the rest
+    arrives before it gets there.
     """
-    first = min(nheads, max(-(-nheads // 2), -(-LEAST_PIECE // max(bytes_per_head, 1))))
-    return [(begin, end) for begin, end in ((0, first), (first, nheads)) if begin < end]
+    found, end = [], 0
+    while end < nheads:
+        begin, end = end, min(nheads, 2 * end or max(1, FIRST_PIECE // max(bytes_per_head, 1)))
+        found.append((begin, end))
+    return found
 
 
 class _Way(NamedTuple):
